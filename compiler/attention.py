@@ -1,0 +1,90 @@
+"""Attention as one opaque operator: a graph calls the host's attention function instead of tracing it.
+
+Hosts choose an attention kernel for the machine and the person (cuDNN, SageAttention, xFormers, chunked
+for little memory). Traced through, that choice would be lost, and a chunk size computed from today's
+free memory would become a limit on every later call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_SCHEMA = (
+    "attention(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
+    "bool skip_reshape, bool skip_output_reshape) -> Tensor"
+)
+
+
+@lru_cache(maxsize=1)
+def register_operator() -> None:
+    """Define `torch.ops.compiled_graphs.attention`, unless another copy of this package did.
+
+    Needed before a graph that uses it is traced, loaded or called.
+    """
+    if hasattr(torch.ops.compiled_graphs, "attention"):
+        return
+    torch.library.define("compiled_graphs::attention", _SCHEMA.removeprefix("attention"))
+    torch.library.impl("compiled_graphs::attention", "CompositeExplicitAutograd", _run)
+    torch.library.register_fake("compiled_graphs::attention", _shape)
+
+
+def opaque_attention(
+    function: Callable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Stand in for an attention function with ComfyUI's calling convention while a region is traced.
+
+    q, k, v: [batch, tokens, heads * dim] or [batch, tokens, heads, dim]; [batch, heads, tokens, dim] with
+    skip_reshape. Returns [batch, tokens, heads * dim], or [batch, heads, tokens, dim] with
+    skip_output_reshape (`comfy.ldm.modules.attention`, hook `optimized_attention_override`). A function that
+    cannot be found again by its name, or options this operator does not know, are traced through.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    known = {"_inside_attn_wrapper", "transformer_options"}
+    if not _can_resolve(name) or any(value is not None for key, value in options.items() if key not in known):
+        return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
+    register_operator()
+    return torch.ops.compiled_graphs.attention(
+        name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape
+    )
+
+
+@lru_cache(maxsize=64)
+def _resolve(name: str) -> Callable:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _can_resolve(name: str) -> bool:
+    try:
+        return callable(_resolve(name))
+    except (ImportError, AttributeError):
+        return False
+
+
+def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
+    output = _resolve(function)(
+        q, k, v, heads, mask=mask, attn_precision=precision,
+        skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
+    )  # fmt: skip
+    return output.to(q.dtype).contiguous()
+
+
+def _shape(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
+    batch, tokens = q.shape[0], q.shape[2 if skip_reshape else 1]
+    dim = v.shape[-1] if skip_reshape else math.prod(v.shape[2:]) // heads
+    return q.new_empty((batch, heads, tokens, dim) if skip_output_reshape else (batch, tokens, heads * dim))

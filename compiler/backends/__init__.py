@@ -1,0 +1,29 @@
+"""The compilers a region's graph can go to.
+
+`inductor` is what people want; `eager` runs the exported graph as it is and is the reference that tests
+use. Adding one means one module with a class that satisfies `Backend`, and one line in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .base import Backend
+from .eager import EagerBackend
+from .inductor import InductorBackend
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (InductorBackend(), EagerBackend())}
+AUTO = "auto"
+NAMES = [AUTO, *BACKENDS]
+
+
+def choose_backend(name: str, device: torch.device) -> tuple[Backend | None, str]:
+    """Return the backend for a name and device, or None and one sentence with the reason and the remedy.
+
+    "auto" means Inductor: running exported graphs uncompiled would be slower than the model as it was.
+    """
+    chosen = BACKENDS.get("inductor" if name == AUTO else name)
+    if chosen is None:
+        return None, f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
+    reason = chosen.available(device)
+    return (None, reason) if reason else (chosen, "")

@@ -1,0 +1,43 @@
+"""What the compiler asks of a backend.
+
+A backend turns an exported region into an executable and an executable into bytes. It knows nothing of
+hosts, workflows, files or registries, so that a new one is a page of code and the rest does not change.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..graph import Executable, GraphSpec
+from ..trace import ExportedRegion
+
+
+class Backend(Protocol):
+    """A compiler for exported regions."""
+
+    name: str
+
+    def available(self, device: torch.device) -> str | None:
+        """Return None, or one sentence saying what is missing for this device and how to get it."""
+        ...
+
+    def environment(self, device: torch.device) -> dict[str, str]:
+        """Return everything the executable's bytes depend on: versions, device, instruction set.
+
+        Part of a graph's key. No more than correctness needs: each field that changes without need costs
+        somebody a compile.
+        """
+        ...
+
+    def compile(self, exported: ExportedRegion) -> Executable:
+        """Compile a region. Raises the compiler's own errors. May take minutes, runs on any thread."""
+        ...
+
+    def load(self, data: bytes, spec: GraphSpec) -> Executable:
+        """Make an executable from bytes of an equal environment, without compiling.
+
+        This can run native code from `data`: callers pass only bytes they have reason to trust.
+        """
+        ...

@@ -1,0 +1,62 @@
+"""Counts of what happened, for tests, the node's text and the registry.
+
+A compiler that silently does nothing looks like one that works. Every event worth knowing about is
+counted here, once, and a count travels up: a role's counters add to the totals of the process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """Event counts of one role (or, without a parent, of the process)."""
+
+    parent: Counters | None = None
+    compiles: int = 0
+    """Graphs that a backend compiled."""
+    from_memory: int = 0
+    """Graphs that were wanted and already in memory."""
+    from_disk: int = 0
+    """Graphs that were wanted and read from the store."""
+    from_file: int = 0
+    """Graphs that were wanted and read from a graph file."""
+    verifications: int = 0
+    """Comparisons of a graph with eager on real tensors."""
+    retired: int = 0
+    """Graphs that such a comparison rejected."""
+    calls: int = 0
+    """Region calls, compiled or eager."""
+    seconds: float = 0.0
+    """Time spent tracing, compiling and loading."""
+    eager_calls: Counter[str] = field(default_factory=Counter)
+    """Region calls that ran eagerly, by reason."""
+
+    def add(self, name: str, amount: float = 1) -> None:
+        """Add to a count here and in every parent."""
+        setattr(self, name, getattr(self, name) + amount)
+        if self.parent is not None:
+            self.parent.add(name, amount)
+
+    def add_eager(self, reason: str) -> None:
+        """Count one eager region call and its reason."""
+        self.eager_calls[reason] += 1
+        if self.parent is not None:
+            self.parent.add_eager(reason)
+
+    @contextmanager
+    def expect(self, **deltas: int) -> Iterator[None]:
+        """Assert that the named counts change by exactly these amounts inside the block."""
+        before = {name: getattr(self, name) for name in deltas}
+        yield
+        for name, delta in deltas.items():
+            changed = getattr(self, name) - before[name]
+            assert changed == delta, f"{name} changed by {changed}, expected {delta}"
+
+
+totals = Counters()
+"""Counts since this process started."""

@@ -1,0 +1,303 @@
+"""The call path at run time: a region's call goes to its graph, or runs eagerly for a counted reason.
+
+What is looked at on every call is what can change between calls without anybody telling us: the
+arguments, the host's patches, and where the weights are. What that leads to is remembered per structure.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .counters import Counters
+from .fingerprint import region_code
+from .graph import MEMORY_FORMATS, GraphSpec
+from .host import Host
+from .registry import GraphEntry
+from .signature import TENSOR_TYPES, Structure, Unsupported, bind, forward_signature, read
+from .skeleton import tensor_slots
+from .verify import disagreement
+
+log = logging.getLogger(__name__)
+
+MAX_PLANS = 1024
+"""Remembered argument shapes per kind of region; past it they are worked out again."""
+MAX_STRUCTURES = 8
+"""Structures of call per kind of region. A number that changes at every step must not compile at every step."""
+
+Learn = Callable[["RegionKind", Structure], str | None]
+"""Asked when a call has a structure that no graph serves: provides one, or says why not."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls with one set of argument shapes are served."""
+
+    entry: GraphEntry
+    order: tuple[int, ...]
+    """Which of the call's tensors is the graph's n-th input."""
+    relayout: tuple[tuple[int, torch.memory_format], ...]
+    """Inputs that arrive in another layout than the graph was compiled for."""
+    at_one: frozenset[str]
+
+
+@dataclass(eq=False)
+class RegionKind:
+    """What equal regions of one model share."""
+
+    cls: type
+    fingerprint: str
+    literals: frozenset[str]
+    context_places: Mapping[int, str]
+    """Positions of context arguments, and their names."""
+    graphs: dict[str, list[GraphEntry]] = field(default_factory=dict)
+    """By structure text. More than one if sizes once fixed turned out not to be."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """By structure text: why there is no graph."""
+    plans: dict[Any, Plan | str] = field(default_factory=dict)
+    """By argument shapes: the plan, or why there is none."""
+    closed: str | None = None
+    """Why no call at all can be compiled."""
+
+    @classmethod
+    def of(cls, module: nn.Module, fingerprint: str, host: Host) -> RegionKind:
+        names = forward_signature(type(module)).parameters
+        places = {index: name for index, name in enumerate(names) if name in host.context_arguments}
+        return cls(
+            type(module), fingerprint, region_code(module, host).literals, places, closed=_unusual_weight(module)
+        )
+
+    def serve(self, structure_text: str, entry: GraphEntry) -> None:
+        """Use a graph for calls of this structure from now on."""
+        entries = self.graphs.setdefault(structure_text, [])
+        if entry not in entries:
+            entries.append(entry)
+        self.refusals.pop(structure_text, None)
+        self.plans.clear()
+
+    def refuse(self, structure_text: str, reason: str) -> None:
+        """Run calls of this structure eagerly from now on."""
+        self.refusals[structure_text] = reason
+        self.plans.clear()
+
+
+class RegionForward:
+    """Takes the place of one region's `forward`. Nothing in it refers back to the region's module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: RegionKind,
+        host: Host,
+        counters: Counters,
+        learn: Learn,
+        verify: bool,
+        on_retired: Callable[[], None],
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._kind = kind
+        self._host = host
+        self._counters = counters
+        self._learn = learn
+        self._verify = verify
+        self._on_retired = on_retired
+        self._slots = [slot for _, slot in tensor_slots(module)]
+        self._watched = [(weakref.ref(child), child.__dict__) for child in module.modules() if child is not module]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if torch.compiler.is_compiling():
+            return self._kind.cls.forward(module, *args, **kwargs)
+        self._counters.add("calls")
+        try:
+            plan, tensors = self._plan(args, kwargs)
+            self._check_call(args, kwargs)
+            spec = plan.entry.graph.spec
+            weights = self._current_weights(spec)
+            _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
+        except Unsupported as reason:
+            self._counters.add_eager(str(reason))
+            return self._kind.cls.forward(module, *args, **kwargs)
+        if self._verify and plan.at_one not in plan.entry.verified:
+            return self._run_verified(plan, weights, tensors, lambda: self._kind.cls.forward(module, *args, **kwargs))
+        try:
+            return self._run(plan, weights, tensors)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if spec.mutated:
+                raise  # the inputs may be half written
+            self._retire(plan, f"{type(error).__name__}: {error}")
+            return self._kind.cls.forward(module, *args, **kwargs)
+
+    def _plan(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Plan, list[torch.Tensor]]:
+        tensors: list[torch.Tensor] = []
+        context = self._host.context_arguments
+        places = self._kind.context_places
+        token = (
+            tuple([None if i in places else _describe(value, tensors) for i, value in enumerate(args)]),
+            tuple([(name, name in context or _describe(value, tensors)) for name, value in kwargs.items()]),
+        )
+        plan = self._kind.plans.get(token)
+        if plan is None or (isinstance(plan, Plan) and plan.entry.retired):
+            if len(self._kind.plans) >= MAX_PLANS:
+                self._kind.plans.clear()
+            plan = self._kind.plans[token] = self._make_plan(args, kwargs, tensors)
+        if isinstance(plan, str):
+            raise Unsupported(plan)
+        return plan, tensors
+
+    def _make_plan(self, args: tuple, kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Plan | str:
+        kind = self._kind
+        if kind.closed:
+            return kind.closed
+        try:
+            structure, ordered = read(bind(kind.cls, args, kwargs, self._host.context_arguments))
+        except Unsupported as reason:
+            return str(reason)
+        if structure.text not in kind.graphs and structure.text not in kind.refusals:
+            if len(kind.graphs) + len(kind.refusals) >= MAX_STRUCTURES:
+                return f"an argument that keeps changing (more than {MAX_STRUCTURES} kinds of call)"
+            if reason := self._learn(kind, structure):
+                kind.refuse(structure.text, reason)
+        if structure.text in kind.refusals:
+            return kind.refusals[structure.text]
+        shapes = [t.shape for t in ordered]
+        entry = next((e for e in kind.graphs[structure.text] if e.graph.spec.fits(shapes)), None)
+        if entry is None:
+            return "sizes outside of what the graph was traced for"
+        if entry.retired:
+            return entry.retired
+        spec = entry.graph.spec
+        order = tuple(next(i for i, t in enumerate(tensors) if t is wanted) for wanted in ordered)
+        formats = [MEMORY_FORMATS[item.memory_format] for item in spec.inputs]
+        relayout = tuple(
+            (i, fmt)
+            for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True))
+            if not t.is_contiguous(memory_format=fmt)
+        )
+        return Plan(entry, order, relayout, spec.symbols_at_one(shapes))
+
+    def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            raise Unsupported("gradients are on")
+        context = {name: args[i] for i, name in self._kind.context_places.items() if i < len(args)}
+        context |= {name: kwargs[name] for name in self._host.context_arguments if name in kwargs}
+        if reason := self._host.reaches(context, self._kind.literals):
+            raise Unsupported(reason)
+        for reference, attributes in self._watched:
+            if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
+                raise Unsupported("a hook on a module inside the region")
+            if "forward" in attributes and not self._host.module_is_clean(reference()):
+                raise Unsupported("a replaced forward inside the region")
+            for name in self._host.weight_hooks:
+                if attributes.get(name):
+                    raise Unsupported(f"weights changed on the fly ({name})")
+
+    def _current_weights(self, spec: GraphSpec) -> list[torch.Tensor]:
+        device, expected = spec.weight_layout
+        weights = []
+        for (group, name), (shape, stride, dtype) in zip(self._slots, expected, strict=True):
+            weight = group.get(name)
+            if type(weight) not in TENSOR_TYPES:
+                raise Unsupported(f"weights of type {type(weight).__name__}")
+            if weight.device != device:
+                raise Unsupported(f"weights on {weight.device} while the model runs on {device}")
+            if weight.dtype != dtype or weight.shape != shape:
+                raise Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
+            if weight.stride() != stride:
+                # A LoRA puts back contiguous weights where the model had channels_last ones.
+                weight = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
+            weights.append(weight)
+        return weights
+
+    def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+        spec = plan.entry.graph.spec
+        inputs = [tensors[i] for i in plan.order]
+        originals = {}
+        for i, memory_format in plan.relayout:
+            originals[i] = inputs[i]
+            inputs[i] = inputs[i].contiguous(memory_format=memory_format)
+        outputs = plan.entry.graph(weights, inputs)
+        for i in spec.mutated:
+            if i in originals:
+                originals[i].copy_(inputs[i])
+        return spec.rebuild(outputs)
+
+    def _run_verified(
+        self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], eager: Callable[[], Any]
+    ) -> Any:
+        """Run the graph on copies and eager on the originals; the person gets eager's result."""
+        spec = plan.entry.graph.spec
+        copies = [t.clone() for t in tensors]
+        try:
+            ours = self._run(plan, weights, copies)
+            error = None
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as raised:  # a graph that cannot run is a graph that is wrong
+            error = f"{type(raised).__name__}: {raised}"
+        theirs = eager()
+        if error is None:
+            written = [plan.order[i] for i in spec.mutated]
+            error = disagreement(
+                [*_tensors(ours), *(copies[i] for i in written)], [*_tensors(theirs), *(tensors[i] for i in written)]
+            )
+        self._counters.add("verifications")
+        if error is None:
+            plan.entry.verified.add(plan.at_one)
+        else:
+            self._retire(plan, error)
+        return theirs
+
+    def _retire(self, plan: Plan, error: str) -> None:
+        region = plan.entry.graph.spec.region
+        plan.entry.retired = f"the graph of {region} failed its check: {error.splitlines()[0]}"
+        log.warning("%s runs eagerly from now on: %s", region, plan.entry.retired)
+        self._counters.add("retired")
+        self._counters.add_eager(plan.entry.retired)
+        self._on_retired()
+
+
+def _unusual_weight(module: nn.Module) -> str | None:
+    """Quantised and wrapped weights decide for themselves what an operator does to them."""
+    types = {type(group[name]) for _, (group, name) in tensor_slots(module)}
+    unusual = sorted(kind.__name__ for kind in types if kind not in TENSOR_TYPES)
+    return f"weights of type {unusual[0]}" if unusual else None
+
+
+def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
+    """A graph assumes that what it writes to is nobody else's input."""
+    for i in mutated:
+        storage = inputs[i].untyped_storage().data_ptr()
+        if any(j != i and t.untyped_storage().data_ptr() == storage for j, t in enumerate(inputs)):
+            raise Unsupported("an input that is written to and shares memory with another")
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a hashable that is equal for values one plan can serve, and collect the tensors."""
+    kind = type(value)
+    if kind in TENSOR_TYPES:
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device
+    if kind in (tuple, list):
+        return kind, *[_describe(item, tensors) for item in value]
+    if kind is dict:
+        return kind, *[(key, _describe(item, tensors)) for key, item in value.items()]
+    if isinstance(value, torch.Tensor):
+        raise Unsupported(f"a tensor of type {kind.__name__}")
+    try:
+        hash(value)
+    except TypeError:
+        raise Unsupported(f"an argument of type {kind.__name__}") from None
+    return kind, value
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

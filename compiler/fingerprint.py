@@ -1,0 +1,223 @@
+"""What a region is: a hash of its code, its configuration and its parameters' shapes.
+
+Two blocks with one fingerprint compute the same function of (weights, inputs), so they share a graph,
+whatever checkpoint, file, process or day they come from. The code part follows the functions that the
+region's classes name, and nothing else in their files: an unrelated edit of a host must not cost anybody
+a compile, a change of a helper must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import json
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from .host import Host
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_LIBRARIES = frozenset({"torch", "torchvision", "numpy", "einops", "triton"})
+_CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code a region can run, reduced to what identifies it."""
+
+    digest: str
+    literals: frozenset[str]
+    """Every string constant in it; a key that is not among them cannot be looked up."""
+
+
+def fingerprint(module: nn.Module, host: Host) -> str:
+    """Return the identity of a region as a hex digest.
+
+    Stable over processes, hash seeds, devices and offloading; changed by an edit of the region's code, by
+    a configuration value (heads, eps, stride ...) and by a parameter's or buffer's shape, dtype or layout.
+    """
+    record = {"code": region_code(module, host).digest, "modules": list(_configuration(module, host))}
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def region_code(module: nn.Module, host: Host) -> Code:
+    """Return the code of a region: its modules' classes and the functions they hold or name."""
+    roots: set[Any] = set()
+    for child in module.modules():
+        roots.add(type(child))
+        roots.update(v for v in child.__dict__.values() if isinstance(v, types.FunctionType))
+    return _closure(frozenset(roots), host.infrastructure)
+
+
+def tensor_attributes(module: nn.Module) -> list[str]:
+    """Return the paths of tensors that a region holds outside its parameters and buffers.
+
+    Such a tensor would be baked into a graph as a constant, and then belong to one checkpoint.
+    """
+    return [
+        f"{path}.{name}" if path else name
+        for path, child in module.named_modules()
+        for name, value in child.__dict__.items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
+    for path, child in module.named_modules():
+        settings = {
+            name: _plain(value)
+            for name, value in child.__dict__.items()
+            if name not in _MODULE_INTERNALS and name not in host.volatile_attributes and name != "forward"
+        }
+        tensors = {
+            name: [list(t.shape), str(t.dtype), list(t.stride())]
+            for group in (child._parameters, child._buffers)
+            for name, t in group.items()
+            if t is not None
+        }
+        cls = type(child)
+        yield [path, f"{cls.__module__}.{cls.__qualname__}", settings, tensors]
+
+
+def _plain(value: Any, depth: int = 4) -> Any:
+    """Reduce a value to JSON that depends on its content only, or to the name of its type."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    if isinstance(value, torch.device):
+        return "device"  # where a module lives is not what it computes
+    if depth and isinstance(value, list | tuple):
+        return [_plain(item, depth - 1) for item in value]
+    if depth and isinstance(value, set | frozenset):
+        return sorted((_plain(item, depth - 1) for item in value), key=repr)
+    if depth and isinstance(value, dict):
+        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
+    records: set[str] = set()
+    literals: set[str] = set()
+    seen: set[Any] = set()
+    pending = list(roots)
+    while pending:
+        item = pending.pop()
+        if item in seen:
+            continue
+        seen.add(item)
+        if _is_outside(item, infrastructure):
+            records.add(f"{item.__module__}.{item.__qualname__}")
+            continue
+        pending.extend(item.__mro__[1:] if isinstance(item, type) else _enclosed_functions(item))
+        source = _read_source(item)
+        records.add(source.text)
+        literals.update(source.literals)
+        # Resolved anew each time: an extension may have replaced a helper since the last look.
+        for name, value in _resolve(source.names, _namespace(item)):
+            if isinstance(value, types.FunctionType | type):
+                pending.append(value)
+            elif not isinstance(value, types.ModuleType):
+                records.add(f"{item.__module__}:{name}={_plain(value)!r}")
+    digest = hashlib.sha256("\n\n".join(sorted(records)).encode()).hexdigest()
+    return Code(digest, frozenset(literals))
+
+
+def _is_outside(item: Any, infrastructure: tuple[str, ...]) -> bool:
+    module = item.__module__ or "builtins"
+    root = module.partition(".")[0]
+    return (
+        root in _LIBRARIES
+        or root in sys.stdlib_module_names
+        or any(module == prefix or module.startswith(prefix + ".") for prefix in infrastructure)
+    )
+
+
+def _enclosed_functions(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """A decorated function keeps the one it wraps in a closure cell."""
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            continue
+        if isinstance(content, types.FunctionType):
+            yield content
+
+
+@dataclass(frozen=True)
+class _Source:
+    text: str
+    names: tuple[tuple[str, ...], ...]
+    literals: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def _read_source(item: Any) -> _Source:
+    """Read a class or function: its text without comments, the dotted names and the strings in it."""
+    title = f"{item.__module__}.{item.__qualname__}"
+    # The code object, not the function: inspect would look through functools.wraps to the wrapped one.
+    readable = item.__code__ if isinstance(item, types.FunctionType) else item
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(readable)))
+    except (OSError, TypeError, SyntaxError):
+        return _Source(f"{title} {_bytecode(item)}", (), frozenset())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            # What a constructor leaves behind is in the configuration.
+            node.body = [n for n in node.body if getattr(n, "name", None) not in _CONSTRUCTORS] or [ast.Pass()]
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    nodes = list(ast.walk(tree))
+    names = {tuple(chain) for node in nodes if (chain := _dotted(node))}
+    literals = frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return _Source(f"{title}\n{ast.unparse(tree)}", tuple(sorted(names)), literals)
+
+
+def _bytecode(item: Any) -> str:
+    if isinstance(item, types.FunctionType):
+        return f"{item.__code__.co_code.hex()} {item.__code__.co_names}"
+    methods = {key: value for key, value in vars(item).items() if isinstance(value, types.FunctionType)}
+    return str(sorted((key, _bytecode(value)) for key, value in methods.items()))
+
+
+def _namespace(item: Any) -> dict[str, Any]:
+    if isinstance(item, types.FunctionType):
+        return item.__globals__
+    return vars(sys.modules.get(item.__module__, types.ModuleType("empty")))
+
+
+def _resolve(names: tuple[tuple[str, ...], ...], namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that code names, following dots through modules and parsed options."""
+    for chain in names:
+        if chain[0] not in namespace:
+            continue
+        value = namespace[chain[0]]
+        for part in chain[1:]:
+            if not isinstance(value, types.ModuleType | argparse.Namespace) or not hasattr(value, part):
+                break
+            value = getattr(value, part)
+        else:
+            yield ".".join(chain), value
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        rest = _dotted(node.value)
+        return [*rest, node.attr] if rest else []
+    return []

@@ -1,0 +1,142 @@
+"""A compiled graph: a stateless function of (weights, inputs), and what it accepts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+# What torch's PythonPrinter writes into size expressions.
+_EXPRESSION_NAMES = {"__builtins__": {}, "math": math, "torch": torch, "max": max, "min": min, "round": round}
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One parameter or buffer of a region."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of a region's call."""
+
+    sizes: tuple[int | str, ...]
+    """A number where the size is fixed, an expression over the graph's symbols where it is not."""
+    dtype: str
+    memory_format: str
+    """The layout the graph was compiled for, a key of `MEMORY_FORMATS`."""
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """The contract of a graph: plain data, the same for every backend."""
+
+    region: str
+    """Class of the region, for people."""
+    device: str
+    weights: tuple[WeightSpec, ...]
+    inputs: tuple[InputSpec, ...]
+    guards: tuple[str, ...]
+    """Relations between symbols that tracing relied on."""
+    mutated: tuple[int, ...]
+    """Inputs the region writes to."""
+    outputs: tuple[bool, ...]
+    """Per leaf of the region's result: a tensor, or None."""
+    tree: str
+    """Structure of the region's result, as `torch.utils._pytree.treespec_dumps` writes it."""
+
+    @cached_property
+    def weight_layout(self) -> tuple[torch.device, list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]]:
+        """The device, and per weight its shape, stride and dtype, as torch has them."""
+        dtypes = [getattr(torch, weight.dtype.removeprefix("torch.")) for weight in self.weights]
+        shapes = [(weight.shape, weight.stride) for weight in self.weights]
+        return torch.device(self.device), [(*pair, dtype) for pair, dtype in zip(shapes, dtypes, strict=True)]
+
+    @cached_property
+    def _compiled_guards(self) -> list[CodeType]:
+        return [compile(guard, "<guard>", "eval") for guard in self.guards]
+
+    @cached_property
+    def _tree(self) -> pytree.TreeSpec:
+        return pytree.treespec_loads(self.tree)
+
+    def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a call with these input shapes is one of those the graph was traced for."""
+        symbols = self._bind_symbols(shapes)
+        if symbols is None:
+            return False
+        try:
+            return all(_evaluate(guard, symbols) for guard in self._compiled_guards) and all(
+                size == (_evaluate(expected, symbols) if isinstance(expected, str) else expected)
+                for spec, shape in zip(self.inputs, shapes, strict=True)
+                for expected, size in zip(spec.sizes, shape, strict=True)
+            )
+        except (ArithmeticError, NameError, TypeError):
+            return False
+
+    def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
+        """Return the symbols that are 1 in this call.
+
+        Tracing takes every symbol to be 2 or more, so a graph proven right at other sizes is not yet
+        proven right at these.
+        """
+        return frozenset(name for name, size in (self._bind_symbols(shapes) or {}).items() if size == 1)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Put output tensors back into the structure the region returns."""
+        supply = iter(tensors)
+        return pytree.tree_unflatten([next(supply) if is_tensor else None for is_tensor in self.outputs], self._tree)
+
+    def _bind_symbols(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
+        symbols: dict[str, int] = {}
+        if len(shapes) != len(self.inputs):
+            return None
+        for spec, shape in zip(self.inputs, shapes, strict=True):
+            if len(spec.sizes) != len(shape):
+                return None
+            for expected, size in zip(spec.sizes, shape, strict=True):
+                if isinstance(expected, str) and expected.isidentifier():
+                    if size < 1 or symbols.setdefault(expected, size) != size:
+                        return None
+        return symbols
+
+
+def _evaluate(expression: str | CodeType, symbols: dict[str, int]) -> Any:
+    # Only ever from this process's own tracing or from bytes that were trusted to run native code.
+    return eval(expression, _EXPRESSION_NAMES, symbols)
+
+
+class Executable(Protocol):
+    """What a backend makes of a region: weights and inputs, flat and in order, to output tensors."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]: ...
+
+    def to_bytes(self) -> bytes:
+        """Return bytes from which the same backend's `load` makes an equal executable."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraph:
+    """An executable with its key and contract. Holds no weights."""
+
+    key: str
+    backend: str
+    spec: GraphSpec
+    executable: Executable
+
+    def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the region's output tensors, in the order of `spec.outputs`."""
+        return self.executable(*weights, *inputs)

@@ -1,0 +1,50 @@
+"""What the compiler must know of the program a model lives in.
+
+The default host is plain PyTorch. A host that passes bookkeeping through its blocks, hangs functions on
+weights or lets people cancel says so by overriding a method here; nothing else in the compiler asks
+where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+class Host:
+    """A PyTorch program without habits of its own."""
+
+    context_arguments: frozenset[str] = frozenset()
+    """Names of arguments that carry bookkeeping (step counts, patches), never data. They stay out of graphs."""
+
+    volatile_attributes: frozenset[str] = frozenset()
+    """Instance attributes the host sets on modules while it manages memory. They are not part of a region's
+    identity, and a truthy one named in `weight_hooks` keeps a region eager."""
+
+    weight_hooks: frozenset[str] = frozenset()
+    """Those of `volatile_attributes` that change weights on the fly when they are set."""
+
+    infrastructure: tuple[str, ...] = ()
+    """Python module prefixes whose code moves tensors and settings about without deciding what a region
+    computes. A region's fingerprint does not follow calls into them."""
+
+    def stand_in(self, name: str, literals: frozenset[str]) -> Any:
+        """Return what a context argument is while a region is traced.
+
+        `literals` are the string constants of the region's code: what keys it can possibly look up.
+        """
+        raise KeyError(name)
+
+    def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+        """Return why this call's context arguments would change what a region computes, or None."""
+        return None
+
+    def check_cancelled(self) -> None:
+        """Raise the host's own exception if the person asked to stop."""
+
+    def module_is_clean(self, module: nn.Module) -> bool:
+        """Whether a module's `forward` is the one of its class."""
+        replaced = module.__dict__.get("forward")
+        return replaced is None or getattr(replaced, "__func__", None) is type(module).forward

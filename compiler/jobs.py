@@ -1,0 +1,61 @@
+"""Compile jobs: one at a time, on a thread of their own, with a limit.
+
+A thread of its own because hosts call us inside `torch.inference_mode`, which tracing cannot bear, and
+because a compiler that never returns must not take the person's queue with it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+DEFAULT_LIMIT = 600.0
+"""Seconds for one region. The slowest known region takes 10 on one old core."""
+
+
+class CompileTimeout(Exception):
+    """A job outlasted its limit; the message is the reason a person is shown."""
+
+
+class CompileJobs:
+    """Runs jobs one after another, whichever threads ask."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._stuck: tuple[threading.Thread, str] | None = None
+
+    def run(self, name: str, job: Callable[[], T], limit: float | None = None) -> T:
+        """Run a job and return its result or raise its exception.
+
+        Raises CompileTimeout past `limit` seconds, and at once while an earlier job still hangs: two
+        compilers in one process are not safe.
+        """
+        limit = _limit() if limit is None else limit
+        with self._turn:
+            if self._stuck and self._stuck[0].is_alive():
+                raise CompileTimeout(f"the compiler still hangs on {self._stuck[1]}; restart to compile again")
+            outcome: dict[str, Any] = {}
+            thread = threading.Thread(target=_settle, args=(job, outcome), name=f"compile {name}", daemon=True)
+            thread.start()
+            thread.join(limit)
+            if thread.is_alive():
+                self._stuck = (thread, name)
+                raise CompileTimeout(f"the compiler took more than {limit:g} s")
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["result"]
+
+
+def _settle(job: Callable[[], Any], outcome: dict[str, Any]) -> None:
+    try:
+        outcome["result"] = job()
+    except BaseException as error:  # handed to the thread that waits
+        outcome["error"] = error
+
+
+def _limit() -> float:
+    return float(os.environ.get("COMPILED_GRAPHS_COMPILE_LIMIT", DEFAULT_LIMIT))

@@ -1,0 +1,197 @@
+"""One compiled model: its regions, the graphs they use, and how they get them."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .backends.base import Backend
+from .counters import Counters, totals
+from .dispatch import RegionForward, RegionKind
+from .fingerprint import fingerprint
+from .host import Host
+from .probe import ModelCall, wanted_variants
+from .region import Region
+from .registry import Registry
+from .signature import Structure
+from .trace import Variant
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One graph was settled."""
+
+    done: int
+    total: int
+    region: str
+    source: str
+    """"memory", "disk", "compiled" or "eager"."""
+    seconds: float
+    reason: str = ""
+    """Why the region stays eager, if it does."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a person is told of a compiled model."""
+
+    regions: int
+    """Kinds of region: blocks of equal code and shapes are one."""
+    compiled: int
+    eager: int
+    waiting: int
+    """Kinds that are compiled when the model first calls them."""
+    from_memory: int
+    from_disk: int
+    seconds: float
+    reasons: tuple[str, ...]
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class CompiledModel:
+    """Makes a `forward` for each region of a model, and graphs for them.
+
+    Holds the model weakly. `current_call` gives, while the model runs, a way to repeat the running call
+    at other sizes; with it, structures that `prepare` did not foresee are compiled when they turn up.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        regions: Iterable[Region],
+        device: torch.device,
+        backend: Backend,
+        registry: Registry,
+        host: Host,
+        current_call: Callable[[], ModelCall | None] = lambda: None,
+        verify: bool = True,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.counters = Counters(parent=totals)
+        self._model = weakref.ref(model)
+        self._device = device
+        self._backend = backend
+        self._registry = registry
+        self._host = host
+        self._current_call = current_call
+        self._kinds: dict[str, RegionKind] = {}
+        self._verify = verify
+        self._on_change = on_change
+        self._fingerprints: dict[str, str] = {}
+        for region in regions:
+            identity = self._fingerprints[region.path] = fingerprint(region.module, host)
+            if identity not in self._kinds:
+                self._kinds[identity] = RegionKind.of(region.module, identity, host)
+
+    def forwards(self) -> dict[str, RegionForward]:
+        """Return what takes the place of each region's `forward`, by path.
+
+        Whoever installs them keeps this object alive, and the model keeps whoever that is.
+        """
+        model = self._model()
+        return {
+            path: RegionForward(
+                model.get_submodule(path),
+                self._kinds[identity],
+                self._host,
+                self.counters,
+                self._learn,
+                self._verify,
+                self._on_change,
+            )
+            for path, identity in self._fingerprints.items()
+        }
+
+    def prepare(self, call: ModelCall, on_progress: OnProgress = lambda progress: None) -> None:
+        """Provide the graphs that a call of the model will use: from memory, the store, or compiled now.
+
+        Between graphs the host may cancel; what is done is kept. Raises the model's own error if it
+        cannot run under fake tensors, before anything is compiled.
+        """
+        start = time.perf_counter()
+        variants = self._registry.run("probe", lambda: self._wanted(call))
+        self.counters.add("seconds", time.perf_counter() - start)
+        variants = [variant for variant in variants if not self._kinds[variant.fingerprint].closed]
+        for done, variant in enumerate(variants):
+            self._host.check_cancelled()
+            on_progress(self._provide(variant, done, len(variants)))
+
+    def summary(self) -> Summary:
+        """Return how things stand now."""
+        standings = [_standing(kind) for kind in self._kinds.values()]
+        return Summary(
+            regions=len(standings),
+            compiled=sum(standing.serves for standing in standings),
+            eager=sum(bool(standing.reasons) and not standing.serves for standing in standings),
+            waiting=sum(not standing.reasons and not standing.serves for standing in standings),
+            from_memory=self.counters.from_memory,
+            from_disk=self.counters.from_disk,
+            seconds=self.counters.seconds,
+            reasons=tuple(dict.fromkeys(reason for standing in standings for reason in standing.reasons)),
+        )
+
+    def _wanted(self, call: ModelCall) -> list[Variant]:
+        model = self._model()
+        regions = {Region(path, model.get_submodule(path)): known for path, known in self._fingerprints.items()}
+        return wanted_variants(model, regions, self._device, self._host, call)
+
+    def _provide(self, variant: Variant, done: int = 0, total: int = 1) -> Progress:
+        kind = self._kinds[variant.fingerprint]
+        start = time.perf_counter()
+        reason = ""
+        try:
+            entry, source = self._registry.obtain(variant, self._backend, self._host, self.counters)
+            kind.serve(variant.structure.text, entry)
+        except Exception as error:  # tracing and compilers raise anything; the region then stays eager
+            source, reason = "eager", _one_line(error)
+            kind.refuse(variant.structure.text, reason)
+            log.warning("%s stays eager: %s", variant.region, reason)
+            log.debug("%s", variant.region, exc_info=error)
+        return Progress(done + 1, total, variant.region, source, time.perf_counter() - start, reason)
+
+    def _learn(self, kind: RegionKind, structure: Structure) -> str | None:
+        """Serve a structure met in a running call, or return why it stays eager."""
+        call = self._current_call()
+        if call is None:
+            return "a kind of call that was not foreseen"
+        try:
+            variants = self._registry.run("probe", lambda: self._wanted(call))
+        except Exception as error:
+            return f"its sizes cannot be told apart from data ({_one_line(error)})"
+        for variant in variants:
+            known = self._kinds[variant.fingerprint]
+            if variant.structure.text not in known.graphs and variant.structure.text not in known.refusals:
+                self._host.check_cancelled()
+                self._provide(variant)
+        self._on_change()
+        if structure.text in kind.graphs or structure.text in kind.refusals:
+            return None
+        return "an argument that changes with the size"
+
+
+@dataclass(frozen=True)
+class _Standing:
+    serves: bool
+    """Whether any graph of the kind is in use."""
+    reasons: tuple[str, ...]
+
+
+def _standing(kind: RegionKind) -> _Standing:
+    entries = [entry for entries in kind.graphs.values() for entry in entries]
+    reasons = [kind.closed, *kind.refusals.values(), *(entry.retired for entry in entries)]
+    return _Standing(any(not entry.retired for entry in entries), tuple(reason for reason in reasons if reason))
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,123 @@
+"""Which graphs a model wants, learned from two calls of different sizes.
+
+A size that differs between the calls is a symbol; one that does not is fixed. The calls run on fake
+tensors, so this takes seconds and no memory for any model, before it is loaded or sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .host import Host
+from .region import Region
+from .signature import Structure, Unsupported, bind, read
+from .skeleton import skeleton
+from .trace import Variant
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one probing call, in latent units."""
+
+    batch: int
+    frames: int
+    height: int
+    width: int
+    tokens: int
+
+
+FIRST = Sizes(batch=2, frames=3, height=40, width=56, tokens=11)
+SECOND = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
+"""Together these stay different from each other, at every halving down to an eighth, in every dimension."""
+
+ModelCall = Callable[[nn.Module, Sizes], object]
+"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    structure: Structure
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+
+def wanted_variants(
+    model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall
+) -> list[Variant]:
+    """Return one variant per distinct graph that the two calls would use. `regions` maps to fingerprints.
+
+    Raises whatever the model raises under fake tensors; the caller then waits for a real call.
+    """
+    first = _observe(model, regions, device, host, call, FIRST)
+    second = _observe(model, regions, device, host, call, SECOND)
+    variants: dict[tuple[str, str], Variant] = {}
+    for region, fingerprint in regions.items():
+        for one, other in zip(first[region.path], second[region.path], strict=False):
+            wanted = (fingerprint, one.structure.text)
+            if one.structure.text == other.structure.text and wanted not in variants:
+                variants[wanted] = _variant(region, fingerprint, one, other)
+    return list(variants.values())
+
+
+def _observe(
+    model: nn.Module, regions: Iterable[Region], device: torch.device, host: Host, call: ModelCall, sizes: Sizes
+) -> dict[str, list[_Seen]]:
+    seen: dict[str, list[_Seen]] = {region.path: [] for region in regions}
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        twin = skeleton(model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
+        for region in regions:
+            block = twin.get_submodule(region.path)
+            block.register_forward_pre_hook(_recorder(seen[region.path], host), with_kwargs=True)
+        call(twin, sizes)
+    return seen
+
+
+def _recorder(found: list[_Seen], host: Host) -> Callable:
+    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        try:
+            structure, tensors = read(bind(type(module), args, kwargs, host.context_arguments), fake=True)
+        except Unsupported:
+            return
+        if tensors:
+            shapes = tuple(tuple(int(s) for s in t.shape) for t in tensors)
+            found.append(_Seen(structure, shapes, tuple(t.dtype for t in tensors), tensors[0].device))
+
+    return record
+
+
+def _variant(region: Region, fingerprint: str, one: _Seen, other: _Seen) -> Variant:
+    symbolic = tuple(
+        tuple(a != b for a, b in zip(shape, changed, strict=True))
+        for shape, changed in zip(one.shapes, other.shapes, strict=True)
+    )
+    hints = next((seen for seen in (one, other) if _hints_are_safe(seen, one, other)), None)
+    if hints is None:
+        raise Unsupported(f"sizes of {region.label} that cannot be told apart")
+    return Variant(
+        region=region.label,
+        module=region.module,
+        fingerprint=fingerprint,
+        structure=one.structure,
+        device=one.device,
+        dtypes=one.dtypes,
+        hints=hints.shapes,
+        symbolic=symbolic,
+    )
+
+
+def _hints_are_safe(hints: _Seen, one: _Seen, other: _Seen) -> bool:
+    """Whether no two symbols share a size by chance, and none is 0 or 1, in the call chosen as example."""
+    pairs = {
+        (a, b)
+        for shape, changed in zip(one.shapes, other.shapes, strict=True)
+        for a, b in zip(shape, changed, strict=True)
+        if a != b
+    }
+    chosen = [a if hints is one else b for a, b in pairs]
+    return len(set(chosen)) == len(pairs) and min(chosen, default=2) > 1

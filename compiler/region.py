@@ -1,0 +1,77 @@
+"""What a region is, and how a model's regions are found.
+
+A region is a repeated block of a network: large enough that fusing it pays, small enough that compiling
+it is quick, and the same code for every instance of an architecture. The host's own Python runs between
+regions, so patches, ControlNet residuals and previews that act there keep working.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+LISTED = frozenset(
+    {
+        # ComfyUI's UNetModel keeps unlike layers in one container and passes options between them, so the
+        # containers that its ModuleLists repeat are no regions; their layers are.
+        "comfy.ldm.modules.diffusionmodules.openaimodel.ResBlock",
+        "comfy.ldm.modules.attention.SpatialTransformer",
+        # Repeated in every released model; listed so that a model with a single block compiles as well.
+        "comfy.ldm.modules.diffusionmodules.mmdit.JointBlock",
+        "comfy.ldm.flux.layers.DoubleStreamBlock",
+        "comfy.ldm.flux.layers.SingleStreamBlock",
+    }
+)
+"""Classes that are regions wherever they stand, by qualified name; subclasses count."""
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """One block of a model."""
+
+    path: str
+    """Dotted path of the block below the model, as in its state dict."""
+    module: nn.Module
+
+    @property
+    def label(self) -> str:
+        """What a person is shown: the class and the place."""
+        return f"{type(self.module).__name__} ({self.path})"
+
+
+def find_regions(model: nn.Module) -> list[Region]:
+    """Return the regions of a model, in the order of its modules. Regions never nest.
+
+    Listed classes come first. Elsewhere the rule is: a class with children of its own that stands at
+    least twice in one ModuleList is a region.
+    """
+    return list(_walk(model, "", repeated=False))
+
+
+def _walk(module: nn.Module, path: str, repeated: bool) -> Iterator[Region]:
+    if path and (repeated or _is_listed(module)):
+        yield Region(path, module)
+        return
+    region_classes = _repeated_blocks(module)
+    for name, child in module.named_children():
+        yield from _walk(child, f"{path}.{name}" if path else name, type(child) in region_classes)
+
+
+def _repeated_blocks(module: nn.Module) -> set[type]:
+    if not isinstance(module, nn.ModuleList):
+        return set()
+    counts = Counter(type(child) for child in module if _is_block(child))
+    containers = {type(child) for child in module if any(_is_listed(m) for m in child.modules())}
+    return {cls for cls, count in counts.items() if count > 1} - containers
+
+
+def _is_block(module: nn.Module) -> bool:
+    """A container has no forward of its own to compile, a leaf nothing to fuse."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.children())
+
+
+def _is_listed(module: nn.Module) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" in LISTED for cls in type(module).__mro__)

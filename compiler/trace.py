@@ -1,0 +1,178 @@
+"""From a region to an exported graph: weights lifted to inputs, sizes symbolic.
+
+The graph is a program of aten operators over (weights, inputs) that any backend can compile. What it may
+be called with is read off the trace into a GraphSpec, so that a call outside of it is refused rather
+than computed wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import ConstantArgument, TensorArgument
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from .fingerprint import region_code, tensor_attributes
+from .graph import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
+from .host import Host
+from .signature import Structure, Unsupported, call_forward
+from .skeleton import skeleton, tensor_slots
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One graph that is wanted: a region, a call structure, and which sizes are symbols."""
+
+    region: str
+    """What a person is shown."""
+    module: nn.Module
+    """Any region of this kind; only its shape is looked at."""
+    fingerprint: str
+    structure: Structure
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    hints: tuple[tuple[int, ...], ...]
+    """Example shapes. Sizes that are different symbols differ, and none is 0 or 1: tracing takes equal
+    sizes for one symbol and small ones for constants."""
+    symbolic: tuple[tuple[bool, ...], ...]
+
+    @property
+    def sizes(self) -> list[list[int | None]]:
+        """Static sizes per input, None for symbols."""
+        return [
+            [None if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
+            for shape, symbols in zip(self.hints, self.symbolic, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class ExportedRegion:
+    """What a backend compiles."""
+
+    program: torch.export.ExportedProgram
+    spec: GraphSpec
+
+
+class _PureRegion(nn.Module):
+    """f(weights, inputs). The region is hidden from Module registration, so nothing of it is a constant."""
+
+    def __init__(self, region: nn.Module, structure: Structure, context: dict[str, Any]) -> None:
+        super().__init__()
+        object.__setattr__(self, "hidden", (region, structure, context))
+
+    def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        region, structure, context = self.hidden
+        for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
+            group[name] = weight
+        return call_forward(region, structure.fill(inputs), context)
+
+
+def export_region(variant: Variant, host: Host) -> ExportedRegion:
+    """Trace a region into a graph of its weights and inputs.
+
+    Works on fake tensors: nothing is allocated and the device is not touched. Raises Unsupported, with a
+    reason for people, if the region cannot be a pure function; other errors come from tracing itself.
+    """
+    if constants := tensor_attributes(variant.module):
+        raise Unsupported(f"a tensor outside parameters and buffers ({constants[0]})")
+    literals = region_code(variant.module, host).literals
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        twin = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device))
+        named = list(tensor_slots(twin))
+        weights = [group[name] for _, (group, name) in named]
+        formats = [_memory_format(variant, shape) for shape in variant.hints]
+        inputs = [
+            torch.empty(shape, dtype=dtype, device=variant.device, memory_format=MEMORY_FORMATS[fmt])
+            for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
+        ]
+    context = {name: host.stand_in(name, literals) for name in variant.structure.context}
+    pure = _PureRegion(twin, variant.structure, context)
+    auto = torch.export.Dim.AUTO
+    symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]
+    with torch.no_grad():
+        mutated = _mutated_inputs(mode, pure, weights, inputs)
+        program = torch.export.export(
+            pure, (weights, inputs), dynamic_shapes=([None] * len(weights), symbols), strict=False
+        )
+    weight_specs = tuple(
+        WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
+        for (name, _), t in zip(named, weights, strict=True)
+    )
+    return ExportedRegion(program, _spec(variant, program, weight_specs, formats, mutated))
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _memory_format(variant: Variant, shape: Sequence[int]) -> str:
+    """GPU convolutions are fastest in channels_last, and one format through a model avoids copies."""
+    has_convolutions = any(p.ndim == 4 for p in variant.module.parameters())
+    return "channels_last" if len(shape) == 4 and has_convolutions and variant.device.type == "cuda" else "contiguous"
+
+
+def _mutated_inputs(
+    mode: FakeTensorMode, pure: nn.Module, weights: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> tuple[int, ...]:
+    """Run once on fake tensors and see whose version moved."""
+    with mode:
+        weights = [w.clone() for w in weights]
+        inputs = [t.clone() for t in inputs]
+        before = [t._version for t in [*weights, *inputs]]
+        pure(weights, inputs)
+        changed = [t._version != version for t, version in zip([*weights, *inputs], before, strict=True)]
+    if any(changed[: len(weights)]):
+        raise Unsupported("a region that writes to its own weights")
+    return tuple(i for i, moved in enumerate(changed[len(weights) :]) if moved)
+
+
+def _spec(
+    variant: Variant,
+    program: torch.export.ExportedProgram,
+    weights: tuple[WeightSpec, ...],
+    formats: list[str],
+    mutated: tuple[int, ...],
+) -> GraphSpec:
+    placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders[len(weights) :]
+    return GraphSpec(
+        region=type(variant.module).__name__,
+        device=str(variant.device),
+        weights=weights,
+        inputs=tuple(
+            InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt)
+            for t, fmt in zip(inputs, formats, strict=True)
+        ),
+        guards=_guards(inputs),
+        mutated=mutated,
+        outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
+        tree=pytree.treespec_dumps(program.call_spec.out_spec),
+    )
+
+
+def _size(size: int | torch.SymInt) -> int | str:
+    return size if isinstance(size, int) else PythonPrinter().doprint(size.node.expr)
+
+
+def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
+    environments = {id(t.fake_mode.shape_env): t.fake_mode.shape_env for t in inputs}
+    expressions = [
+        environment.replace(guard.expr) for environment in environments.values() for guard in environment.guards
+    ]
+    return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in expressions if e != True))  # noqa: E712  sympy
+
+
+def _is_tensor(argument: Any) -> bool:
+    if isinstance(argument, TensorArgument):
+        return True
+    if isinstance(argument, ConstantArgument) and argument.value is None:
+        return False
+    raise Unsupported("a region that returns something besides tensors and None")

@@ -1,0 +1,47 @@
+"""Does a graph reproduce eager? Asked once per graph and process, on the person's real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest relative error ||graph - eager|| / ||eager|| by dtype.
+
+Some ten times what reordering sums of this precision gives in one block; a wrong graph is off by 1.
+"""
+
+
+def disagreement(graph: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> str | None:
+    """Return what is wrong with a graph's outputs, or None if they are eager's within the bound.
+
+    Where eager itself is not finite (a broken checkpoint) the graph need not be either.
+    """
+    if len(graph) != len(eager):
+        return f"{len(graph)} outputs where eager has {len(eager)}"
+    for ours, theirs in zip(graph, eager, strict=True):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"{_describe(ours)} where eager has {_describe(theirs)}"
+        if not theirs.is_floating_point():
+            if not torch.equal(ours, theirs):
+                return f"other {theirs.dtype} values than eager"
+            continue
+        error = relative_error(ours, theirs)
+        bound = BOUNDS.get(theirs.dtype, max(BOUNDS.values()))
+        if not error <= bound:
+            return f"relative error {error:.1e} against eager, more than {bound:.0e} for {theirs.dtype}"
+    return None
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return ||ours - theirs|| / ||theirs|| over the elements where `theirs` is finite; NaN if ours is not."""
+    finite = theirs.isfinite()
+    ours, theirs = (torch.where(finite, t, 0).to(torch.float64 if t.device.type == "cpu" else torch.float32)
+                    for t in (ours, theirs))  # fmt: skip
+    norm = theirs.norm()
+    return ((ours - theirs).norm() / torch.where(norm > 0, norm, 1)).item()
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

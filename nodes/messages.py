@@ -1,0 +1,42 @@
+"""What nodes say to the person, and which workflow they speak for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+EVENT = "compiled_graphs.status"
+"""Websocket event `{"node": id, "text": text}`; `web/compiled_graphs.js` listens."""
+
+
+def show(node_id: str, text: str) -> None:
+    """Show a text on a node, wherever the frontend is."""
+    log.info("Compile Model %s: %s", node_id, text)
+    try:
+        from server import PromptServer
+    except ImportError:
+        return
+    server = getattr(PromptServer, "instance", None)
+    if server is not None and node_id:
+        server.send_sync(EVENT, {"node": str(node_id), "text": text})
+
+
+def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> str:
+    """Return the id the frontend gives a workflow, or a fingerprint of an API prompt's topology.
+
+    The fingerprint takes node classes and links and leaves values out, so that a new seed or prompt text
+    is the same workflow.
+    """
+    workflow = (extra_pnginfo or {}).get("workflow") or {}
+    if identity := workflow.get("id"):
+        return str(identity)
+    topology = {
+        node_id: [node.get("class_type"), {k: v for k, v in node.get("inputs", {}).items() if isinstance(v, list)}]
+        for node_id, node in (prompt or {}).items()
+    }
+    return hashlib.sha256(json.dumps(topology, sort_keys=True).encode()).hexdigest()[:16]
