@@ -1,0 +1,158 @@
+"""Start a real ComfyUI server on loopback with this extension in it, and queue prompts over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+EXTENSION = Path(__file__).resolve().parent.parent
+BOOT_LIMIT = 180.0
+PROMPT_LIMIT = 900.0
+
+
+class PromptFailed(Exception):
+    """ComfyUI refused a prompt or a node of it raised."""
+
+
+class ComfyServer:
+    """A ComfyUI process with a base folder of its own: models, outputs, user data and this extension."""
+
+    def __init__(self, comfyui: str, home: Path, arguments: tuple[str, ...] = (), extension: bool = True) -> None:
+        self.home = home
+        self._comfyui = comfyui
+        self._arguments = arguments
+        self._process: subprocess.Popen | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self._port}"
+        self.log = home / "server.log"
+        for folder in ("models/checkpoints", "models/loras", "custom_nodes", "input", "output", "temp", "user"):
+            (home / folder).mkdir(parents=True, exist_ok=True)
+        link = home / "custom_nodes" / "compiled-graphs"
+        link.unlink(missing_ok=True)
+        if extension and EXTENSION.parent.name != "custom_nodes":
+            link.symlink_to(EXTENSION, target_is_directory=True)
+
+    def start(self) -> ComfyServer:
+        """Start the server and wait until it answers. Raises RuntimeError with the end of its log if it does not."""
+        environment = os.environ | {
+            "OTEL_SDK_DISABLED": "true",
+            "HF_HUB_OFFLINE": "1",
+            "COMPILED_GRAPHS_STORE": str(self.home / "graphs"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        log = self.log.open("w")
+        self._process = subprocess.Popen(
+            self._command(), cwd=self._comfyui or self.home, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        deadline = time.monotonic() + BOOT_LIMIT
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                self.get("/queue")
+                return self
+            except OSError:
+                time.sleep(0.25)
+        self.stop()
+        raise RuntimeError(f"ComfyUI did not start; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        """End the server."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> ComfyServer:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def get(self, path: str) -> Any:
+        """Return the JSON answer of a GET request."""
+        with urllib.request.urlopen(self.address + path, timeout=60) as answer:
+            return json.load(answer)
+
+    def queue(self, prompt: dict[str, Any], workflow: dict[str, Any] | None = None) -> str:
+        """Queue a prompt in API format and return its id. Raises PromptFailed with ComfyUI's reason."""
+        extra = {"extra_data": {"extra_pnginfo": {"workflow": workflow}}} if workflow else {}
+        body = json.dumps({"prompt": prompt, "client_id": "compiled-graphs", **extra}).encode()
+        request = urllib.request.Request(
+            self.address + "/prompt", body, {"Content-Type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["prompt_id"]
+        except urllib.error.HTTPError as error:
+            raise PromptFailed(error.read().decode()[:2000]) from None
+
+    def wait(self, prompt_id: str) -> dict[str, Any]:
+        """Wait for a prompt and return its history entry. Raises PromptFailed if a node raised."""
+        deadline = time.monotonic() + PROMPT_LIMIT
+        while time.monotonic() < deadline:
+            history = self.get(f"/history/{prompt_id}")
+            if prompt_id in history:
+                entry = history[prompt_id]
+                if entry.get("status", {}).get("status_str") == "error":
+                    raise PromptFailed(json.dumps(entry["status"]["messages"])[-2000:])
+                return entry
+            if self._process is not None and self._process.poll() is not None:
+                raise RuntimeError(f"ComfyUI ended; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        raise PromptFailed(f"no result after {PROMPT_LIMIT:g} s")
+
+    def run(self, prompt: dict[str, Any], workflow: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Queue a prompt, wait, and return its outputs by node."""
+        return self.wait(self.queue(prompt, workflow))["outputs"]
+
+    def post(self, path: str) -> None:
+        """Send an empty POST request."""
+        urllib.request.urlopen(urllib.request.Request(self.address + path, b"", method="POST"), timeout=60).close()
+
+    def image(self, reference: dict[str, str]) -> bytes:
+        """Return the bytes of an image that a node's output names."""
+        query = urllib.parse.urlencode({key: reference.get(key, "") for key in ("filename", "subfolder", "type")})
+        with urllib.request.urlopen(f"{self.address}/view?{query}", timeout=60) as answer:
+            return answer.read()
+
+    def _command(self) -> list[str]:
+        common = [*_device_arguments(), "--listen", "127.0.0.1", "--port", str(self._port), *self._arguments]
+        if not self._comfyui:
+            common += ["--cwd", str(self.home), "--disable-known-models"]
+            return [sys.executable, "-m", "comfy.cmd.main", *common]
+        return [sys.executable, str(Path(self._comfyui, "main.py")), *common, *self._folder_arguments()]
+
+    def _folder_arguments(self) -> list[str]:
+        known = Path(self._comfyui, "comfy", "cli_args.py").read_text()
+        if "--base-directory" in known:
+            return ["--base-directory", str(self.home), "--database-url", "sqlite:///:memory:"][
+                : 4 if "--database-url" in known else 2
+            ]
+        config = self.home / "extra_model_paths.yaml"
+        config.write_text(
+            f"compiled_graphs:\n  base_path: {json.dumps(str(self.home))}\n"
+            "  checkpoints: models/checkpoints\n  loras: models/loras\n  custom_nodes: custom_nodes\n"
+        )
+        folders = [f"--{name}-directory={self.home / name}" for name in ("output", "temp", "input")]
+        return ["--extra-model-paths-config", str(config), *folders]
+
+
+def _device_arguments() -> list[str]:
+    import torch
+
+    return [] if torch.cuda.is_available() else ["--cpu"]

