@@ -17,10 +17,11 @@ from torch import nn
 
 from .counters import Counters
 from .fingerprint import region_code
-from .graph import MEMORY_FORMATS, GraphSpec
+from .graph import MEMORY_FORMATS
+from .guards import ModuleGuard, WeightGuard
 from .host import Host
 from .registry import GraphEntry
-from .signature import TENSOR_TYPES, Structure, Unsupported, bind, forward_signature, read
+from .signature import STATIC_TYPES, TENSOR_TYPES, Structure, Unsupported, bind, forward_signature, read
 from .skeleton import tensor_slots
 from .verify import disagreement
 
@@ -56,6 +57,7 @@ class RegionKind:
     literals: frozenset[str]
     context_places: Mapping[int, str]
     """Positions of context arguments, and their names."""
+    device_type: str
     graphs: dict[str, list[GraphEntry]] = field(default_factory=dict)
     """By structure text. More than one if sizes once fixed turned out not to be."""
     refusals: dict[str, str] = field(default_factory=dict)
@@ -66,11 +68,16 @@ class RegionKind:
     """Why no call at all can be compiled."""
 
     @classmethod
-    def of(cls, module: nn.Module, fingerprint: str, host: Host) -> RegionKind:
+    def of(cls, module: nn.Module, fingerprint: str, host: Host, device: torch.device) -> RegionKind:
         names = forward_signature(type(module)).parameters
         places = {index: name for index, name in enumerate(names) if name in host.context_arguments}
         return cls(
-            type(module), fingerprint, region_code(module, host).literals, places, closed=_unusual_weight(module)
+            type(module),
+            fingerprint,
+            region_code(module, host).literals,
+            places,
+            device.type,
+            closed=_unusual_weight(module),
         )
 
     def serve(self, structure_text: str, entry: GraphEntry) -> None:
@@ -107,8 +114,8 @@ class RegionForward:
         self._learn = learn
         self._verify = verify
         self._on_retired = on_retired
-        self._slots = [slot for _, slot in tensor_slots(module)]
-        self._watched = [(weakref.ref(child), child.__dict__) for child in module.modules() if child is not module]
+        self._modules = ModuleGuard(module, host)
+        self._weights = WeightGuard(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -119,7 +126,7 @@ class RegionForward:
             plan, tensors = self._plan(args, kwargs)
             self._check_call(args, kwargs)
             spec = plan.entry.graph.spec
-            weights = self._current_weights(spec)
+            weights = self._weights.weights(spec)
             _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
         except Unsupported as reason:
             self._counters.add_eager(str(reason))
@@ -143,6 +150,7 @@ class RegionForward:
         token = (
             tuple([None if i in places else _describe(value, tensors) for i, value in enumerate(args)]),
             tuple([(name, name in context or _describe(value, tensors)) for name, value in kwargs.items()]),
+            _repeats(tensors),
         )
         plan = self._kind.plans.get(token)
         if plan is None or (isinstance(plan, Plan) and plan.entry.retired):
@@ -187,35 +195,13 @@ class RegionForward:
     def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
             raise Unsupported("gradients are on")
+        if torch.is_autocast_enabled(self._kind.device_type):
+            raise Unsupported("autocast is on")
         context = {name: args[i] for i, name in self._kind.context_places.items() if i < len(args)}
         context |= {name: kwargs[name] for name in self._host.context_arguments if name in kwargs}
         if reason := self._host.reaches(context, self._kind.literals):
             raise Unsupported(reason)
-        for reference, attributes in self._watched:
-            if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
-                raise Unsupported("a hook on a module inside the region")
-            if "forward" in attributes and not self._host.module_is_clean(reference()):
-                raise Unsupported("a replaced forward inside the region")
-            for name in self._host.weight_hooks:
-                if attributes.get(name):
-                    raise Unsupported(f"weights changed on the fly ({name})")
-
-    def _current_weights(self, spec: GraphSpec) -> list[torch.Tensor]:
-        device, expected = spec.weight_layout
-        weights = []
-        for (group, name), (shape, stride, dtype) in zip(self._slots, expected, strict=True):
-            weight = group.get(name)
-            if type(weight) not in TENSOR_TYPES:
-                raise Unsupported(f"weights of type {type(weight).__name__}")
-            if weight.device != device:
-                raise Unsupported(f"weights on {weight.device} while the model runs on {device}")
-            if weight.dtype != dtype or weight.shape != shape:
-                raise Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
-            if weight.stride() != stride:
-                # A LoRA puts back contiguous weights where the model had channels_last ones.
-                weight = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
-            weights.append(weight)
-        return weights
+        self._modules.check()
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         spec = plan.entry.graph.spec
@@ -228,6 +214,8 @@ class RegionForward:
         for i in spec.mutated:
             if i in originals:
                 originals[i].copy_(inputs[i])
+                # A region that returns what it wrote to returns the caller's tensor, for the next one to write to.
+                outputs = [originals[i] if _is_same(output, inputs[i]) else output for output in outputs]
         return spec.rebuild(outputs)
 
     def _run_verified(
@@ -280,6 +268,10 @@ def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> No
             raise Unsupported("an input that is written to and shares memory with another")
 
 
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a hashable that is equal for values one plan can serve, and collect the tensors."""
     kind = type(value)
@@ -292,11 +284,15 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return kind, *[(key, _describe(item, tensors)) for key, item in value.items()]
     if isinstance(value, torch.Tensor):
         raise Unsupported(f"a tensor of type {kind.__name__}")
-    try:
-        hash(value)
-    except TypeError:
-        raise Unsupported(f"an argument of type {kind.__name__}") from None
+    if not isinstance(value, STATIC_TYPES):
+        raise Unsupported(f"an argument of type {kind.__name__}")
     return kind, value
+
+
+def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
+    """Return which arguments are one and the same tensor: a plan for f(x, x) is none for f(x, y)."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    return None if len(places) == len(tensors) else tuple([places[id(tensor)] for tensor in tensors])
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

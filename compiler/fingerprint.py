@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import enum
+import functools
 import hashlib
 import inspect
 import json
+import numbers
 import sys
 import textwrap
 import types
@@ -55,7 +58,8 @@ def region_code(module: nn.Module, host: Host) -> Code:
     roots: set[Any] = set()
     for child in module.modules():
         roots.add(type(child))
-        roots.update(v for v in child.__dict__.values() if isinstance(v, types.FunctionType))
+        for name in child.__dict__.keys() - host.volatile_attributes - {"forward"}:
+            roots.update(_functions(child.__dict__[name]))
     return _closure(frozenset(roots), host.infrastructure)
 
 
@@ -75,7 +79,7 @@ def tensor_attributes(module: nn.Module) -> list[str]:
 def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
     for path, child in module.named_modules():
         settings = {
-            name: _plain(value)
+            name: _plain(value, objects=True)
             for name, value in child.__dict__.items()
             if name not in _MODULE_INTERNALS and name not in host.volatile_attributes and name != "forward"
         }
@@ -89,25 +93,44 @@ def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
         yield [path, f"{cls.__module__}.{cls.__qualname__}", settings, tensors]
 
 
-def _plain(value: Any, depth: int = 4) -> Any:
-    """Reduce a value to JSON that depends on its content only, or to the name of its type."""
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    if isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, types.FunctionType):
+        yield value
+
+
+def _plain(value: Any, depth: int = 6, objects: bool = False) -> Any:
+    """Reduce a value to JSON that depends on its content only, or to the name of its type.
+
+    `objects` follows the attributes of objects as well.
+    """
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float):
+    if isinstance(value, numbers.Number | bytes):
         return repr(value)
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value)
     if isinstance(value, torch.device):
         return "device"  # where a module lives is not what it computes
+    if isinstance(value, slice):
+        value = (value.start, value.stop, value.step)
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, value.keywords)
     if depth and isinstance(value, list | tuple):
-        return [_plain(item, depth - 1) for item in value]
+        return [_plain(item, depth - 1, objects) for item in value]
     if depth and isinstance(value, set | frozenset):
-        return sorted((_plain(item, depth - 1) for item in value), key=repr)
+        return sorted((_plain(item, depth - 1, objects) for item in value), key=repr)
     if depth and isinstance(value, dict):
-        return {str(key): _plain(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return {str(key): _plain(item, depth - 1, objects) for key, item in value.items()}
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
         return f"{value.__module__}.{value.__qualname__}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if objects and depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor):
+        return [name, _plain(vars(value), depth - 1, objects)]
+    return name
 
 
 def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
@@ -122,8 +145,14 @@ def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
         seen.add(item)
         if _is_outside(item, infrastructure):
             records.add(f"{item.__module__}.{item.__qualname__}")
+            if isinstance(item, types.FunctionType):
+                pending.extend(_enclosed_functions(item))
             continue
-        pending.extend(item.__mro__[1:] if isinstance(item, type) else _enclosed_functions(item))
+        if isinstance(item, type):
+            pending.extend([*item.__mro__[1:], *_foreign_methods(item)])
+        else:
+            pending.extend(_enclosed_functions(item))
+            records.add(f"{item.__module__}.{item.__qualname__} {_enclosed_values(item)!r}")
         source = _read_source(item)
         records.add(source.text)
         literals.update(source.literals)
@@ -138,7 +167,9 @@ def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
 
 
 def _is_outside(item: Any, infrastructure: tuple[str, ...]) -> bool:
-    module = item.__module__ or "builtins"
+    # A wrapper that a library made bears the name of what it wraps; its globals do not.
+    home = item.__globals__.get("__name__") if isinstance(item, types.FunctionType) else item.__module__
+    module = home or "builtins"
     root = module.partition(".")[0]
     return (
         root in _LIBRARIES
@@ -158,6 +189,21 @@ def _enclosed_functions(function: types.FunctionType) -> Iterator[types.Function
             yield content
 
 
+def _enclosed_values(function: types.FunctionType) -> list:
+    """What else a function made inside another one depends on: defaults and numbers in closure cells."""
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    return [_plain(value) for value in values if isinstance(value, bool | int | float | str | tuple | torch.dtype)]
+
+
+def _foreign_methods(cls: type) -> Iterator[types.FunctionType]:
+    """Yield functions that somebody put on a class, which are not in its source."""
+    for name, value in vars(cls).items():
+        if isinstance(value, types.FunctionType) and name not in _CONSTRUCTORS:
+            if value.__globals__.get("__name__") != cls.__module__ or value.__code__.co_name != name:
+                yield value
+
+
 @dataclass(frozen=True)
 class _Source:
     text: str
@@ -174,7 +220,9 @@ def _read_source(item: Any) -> _Source:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(readable)))
     except (OSError, TypeError, SyntaxError):
-        return _Source(f"{title} {_bytecode(item)}", (), frozenset())
+        constants = list(_constants(item))
+        literals = frozenset(value for value in constants if isinstance(value, str))
+        return _Source(f"{title} {_bytecode(item)} {_plain(constants)}", (), literals)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             # What a constructor leaves behind is in the configuration.
@@ -192,6 +240,17 @@ def _bytecode(item: Any) -> str:
         return f"{item.__code__.co_code.hex()} {item.__code__.co_names}"
     methods = {key: value for key, value in vars(item).items() if isinstance(value, types.FunctionType)}
     return str(sorted((key, _bytecode(value)) for key, value in methods.items()))
+
+
+def _constants(item: Any) -> Iterator[Any]:
+    if isinstance(item, type):
+        methods = sorted(key for key, value in vars(item).items() if isinstance(value, types.FunctionType))
+        for key in methods:
+            yield from _constants(vars(item)[key])
+    else:
+        code = item.__code__ if isinstance(item, types.FunctionType) else item
+        for value in code.co_consts:
+            yield from _constants(value) if isinstance(value, types.CodeType) else [value]
 
 
 def _namespace(item: Any) -> dict[str, Any]:

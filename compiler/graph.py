@@ -58,11 +58,10 @@ class GraphSpec:
     """Structure of the region's result, as `torch.utils._pytree.treespec_dumps` writes it."""
 
     @cached_property
-    def weight_layout(self) -> tuple[torch.device, list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]]:
-        """The device, and per weight its shape, stride and dtype, as torch has them."""
-        dtypes = [getattr(torch, weight.dtype.removeprefix("torch.")) for weight in self.weights]
-        shapes = [(weight.shape, weight.stride) for weight in self.weights]
-        return torch.device(self.device), [(*pair, dtype) for pair, dtype in zip(shapes, dtypes, strict=True)]
+    def weight_layout(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:
+        """Shape, stride, dtype and device of each weight, as torch has them."""
+        device = torch.device(self.device)
+        return [(w.shape, w.stride, getattr(torch, w.dtype.removeprefix("torch.")), device) for w in self.weights]
 
     @cached_property
     def _compiled_guards(self) -> list[CodeType]:

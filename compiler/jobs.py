@@ -58,4 +58,7 @@ def _settle(job: Callable[[], Any], outcome: dict[str, Any]) -> None:
 
 
 def _limit() -> float:
-    return float(os.environ.get("COMPILED_GRAPHS_COMPILE_LIMIT", DEFAULT_LIMIT))
+    try:
+        return float(os.environ.get("COMPILED_GRAPHS_COMPILE_LIMIT", DEFAULT_LIMIT))
+    except ValueError:
+        return DEFAULT_LIMIT

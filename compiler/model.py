@@ -55,6 +55,10 @@ class Summary:
     reasons: tuple[str, ...]
 
 
+class CannotCallAhead(Exception):
+    """A model that cannot run under fake tensors with the inputs it was given; its own error is the cause."""
+
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -91,7 +95,7 @@ class CompiledModel:
         for region in regions:
             identity = self._fingerprints[region.path] = fingerprint(region.module, host)
             if identity not in self._kinds:
-                self._kinds[identity] = RegionKind.of(region.module, identity, host)
+                self._kinds[identity] = RegionKind.of(region.module, identity, host, device)
 
     def forwards(self) -> dict[str, RegionForward]:
         """Return what takes the place of each region's `forward`, by path.
@@ -115,11 +119,14 @@ class CompiledModel:
     def prepare(self, call: ModelCall, on_progress: OnProgress = lambda progress: None) -> None:
         """Provide the graphs that a call of the model will use: from memory, the store, or compiled now.
 
-        Between graphs the host may cancel; what is done is kept. Raises the model's own error if it
-        cannot run under fake tensors, before anything is compiled.
+        Between graphs the host may cancel; what is done is kept. Raises CannotCallAhead, before anything is
+        compiled, if the call fails under fake tensors.
         """
         start = time.perf_counter()
-        variants = self._registry.run("probe", lambda: self._wanted(call))
+        try:
+            variants = self._registry.run("probe", lambda: self._wanted(call))
+        except Exception as error:
+            raise CannotCallAhead(_one_line(error)) from error
         self.counters.add("seconds", time.perf_counter() - start)
         variants = [variant for variant in variants if not self._kinds[variant.fingerprint].closed]
         for done, variant in enumerate(variants):
@@ -176,7 +183,7 @@ class CompiledModel:
         self._on_change()
         if structure.text in kind.graphs or structure.text in kind.refusals:
             return None
-        return "an argument that changes with the size"
+        return "an argument that changes with the size, or sizes that cannot be told apart"
 
 
 @dataclass(frozen=True)

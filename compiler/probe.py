@@ -61,7 +61,8 @@ def wanted_variants(
         for one, other in zip(first[region.path], second[region.path], strict=False):
             wanted = (fingerprint, one.structure.text)
             if one.structure.text == other.structure.text and wanted not in variants:
-                variants[wanted] = _variant(region, fingerprint, one, other)
+                if variant := _variant(region, fingerprint, one, other):
+                    variants[wanted] = variant
     return list(variants.values())
 
 
@@ -91,14 +92,15 @@ def _recorder(found: list[_Seen], host: Host) -> Callable:
     return record
 
 
-def _variant(region: Region, fingerprint: str, one: _Seen, other: _Seen) -> Variant:
+def _variant(region: Region, fingerprint: str, one: _Seen, other: _Seen) -> Variant | None:
+    """Return the graph that serves both calls, or None if their sizes cannot be told apart."""
     symbolic = tuple(
         tuple(a != b for a, b in zip(shape, changed, strict=True))
         for shape, changed in zip(one.shapes, other.shapes, strict=True)
     )
     hints = next((seen for seen in (one, other) if _hints_are_safe(seen, one, other)), None)
     if hints is None:
-        raise Unsupported(f"sizes of {region.label} that cannot be told apart")
+        return None
     return Variant(
         region=region.label,
         module=region.module,

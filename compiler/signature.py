@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 """The exact types a graph takes; a subclass (quantised, wrapped, fake) may compute something else."""
 
-_STATIC_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+STATIC_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What an argument that is no tensor may be: a value that a key can hold."""
 
 
 class Unsupported(Exception):
@@ -122,7 +123,7 @@ def read(call: Call, fake: bool = False) -> tuple[Structure, list[torch.Tensor]]
             tensors.append(leaf)
             kept.append(TENSOR)
             described.append(["tensor", leaf.ndim, str(leaf.dtype), str(leaf.device)])
-        elif isinstance(leaf, _STATIC_TYPES):
+        elif isinstance(leaf, STATIC_TYPES):
             kept.append(leaf)
             described.append([type(leaf).__name__, repr(leaf)])
         else:

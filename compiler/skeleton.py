@@ -35,12 +35,17 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
                     yield f"{path}.{name}" if path else name, (group, name)
 
 
+def _own(value: Any) -> Any:
+    """A block that remembers things in a container must not remember what a trace put there."""
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
 def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Module]) -> nn.Module:
     if id(module) in done:
         return done[id(module)]
     twin = done[id(module)] = module.__class__.__new__(module.__class__)
     attributes = {
-        name: OrderedDict() if name.endswith("_hooks") and isinstance(value, dict) else value
+        name: OrderedDict() if name.endswith("_hooks") and isinstance(value, dict) else _own(value)
         for name, value in module.__dict__.items()
         if name != "forward" and name not in host.volatile_attributes
     }

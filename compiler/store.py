@@ -47,7 +47,7 @@ class FolderStore:
             return unpack(path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        except (OSError, SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
             log.warning("Stored graph %s cannot be read (%s); it is compiled again.", path.name, error)
             return None
 
@@ -92,7 +92,7 @@ def pack(graph: StoredGraph) -> bytes:
 
 
 def unpack(data: bytes) -> StoredGraph:
-    """Read what `pack` wrote. Raises ValueError, KeyError, TypeError or SafetensorError on anything else."""
+    """Read what `pack` wrote. Raises what `FolderStore.get` catches on anything else."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["compiled_graphs"])
     if header["format"] != FORMAT:

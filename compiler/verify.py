@@ -23,6 +23,8 @@ def disagreement(graph: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -
     for ours, theirs in zip(graph, eager, strict=True):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"{_describe(ours)} where eager has {_describe(theirs)}"
+        if theirs.is_complex():
+            ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
         if not theirs.is_floating_point():
             if not torch.equal(ours, theirs):
                 return f"other {theirs.dtype} values than eager"
@@ -36,9 +38,10 @@ def disagreement(graph: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return ||ours - theirs|| / ||theirs|| over the elements where `theirs` is finite; NaN if ours is not."""
+    wide = torch.float64 if theirs.device.type == "cpu" else torch.float32
+    ours, theirs = ours.to(wide), theirs.to(wide)  # first: float8 knows neither isfinite nor norm
     finite = theirs.isfinite()
-    ours, theirs = (torch.where(finite, t, 0).to(torch.float64 if t.device.type == "cpu" else torch.float32)
-                    for t in (ours, theirs))  # fmt: skip
+    ours, theirs = torch.where(finite, ours, 0), torch.where(finite, theirs, 0)
     norm = theirs.norm()
     return ((ours - theirs).norm() / torch.where(norm > 0, norm, 1)).item()
 

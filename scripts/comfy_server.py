@@ -35,7 +35,7 @@ class ComfyServer:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{self._port}"
-        self.log = home / "server.log"
+        self.log = home / f"server-{self._port}.log"
         for folder in ("models/checkpoints", "models/loras", "custom_nodes", "input", "output", "temp", "user"):
             (home / folder).mkdir(parents=True, exist_ok=True)
         link = home / "custom_nodes" / "compiled-graphs"

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ..attention import opaque_attention
 from ..backends import choose_backend
 from ..host import Host
-from ..model import CompiledModel, Progress, Summary
+from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall, Sizes
 from ..region import Region, find_regions
 from ..registry import Registry
@@ -148,10 +148,10 @@ def compile_model(
 
     try:
         compiled.prepare(_synthetic_call(clone), _progress(node_id))
-    except comfy.model_management.InterruptProcessingException:
-        raise
-    except Exception as error:
-        log.info("%s is compiled at its first step; it cannot be called ahead of it: %r", type(network).__name__, error)
+    except CannotCallAhead as reason:
+        log.info(
+            "%s is compiled at its first step; it cannot be called ahead of it: %s", type(network).__name__, reason
+        )
     clone.add_object_patch("diffusion_model.forward", model_forward)
     for path, forward in compiled.forwards().items():
         clone.add_object_patch(f"diffusion_model.{path}.forward", forward)

@@ -1,0 +1,127 @@
+"""Real architectures at real sizes with random weights, as ComfyUI's own objects."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+SDXL = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 320,
+    "num_res_blocks": [2, 2, 2],
+    "channel_mult": [1, 2, 4],
+    "transformer_depth": [0, 0, 2, 2, 10, 10],
+    "transformer_depth_middle": 10,
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+    "context_dim": 2048,
+    "num_head_channels": 64,
+    "num_heads": -1,
+    "use_spatial_transformer": True,
+    "use_linear_in_transformer": True,
+    "num_classes": "sequential",
+    "adm_in_channels": 2816,
+    "use_checkpoint": False,
+    "legacy": False,
+    "use_temporal_attention": False,
+}
+SD15 = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 320,
+    "num_res_blocks": [2, 2, 2, 2],
+    "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+    "transformer_depth_middle": 1,
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+    "context_dim": 768,
+    "num_heads": 8,
+    "num_head_channels": -1,
+    "use_spatial_transformer": True,
+    "use_linear_in_transformer": False,
+    "adm_in_channels": None,
+    "use_checkpoint": False,
+    "legacy": False,
+    "use_temporal_attention": False,
+}
+SD3_MEDIUM = {
+    "in_channels": 16,
+    "patch_size": 2,
+    "depth": 24,
+    "input_size": None,
+    "adm_in_channels": 2048,
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 1536}},
+    "num_patches": 36864,
+    "pos_embed_max_size": 192,
+    "pos_embed_scaling_factor": None,
+}
+FLUX_DEV = {
+    "image_model": "flux",
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "vec_in_dim": 768,
+    "context_in_dim": 4096,
+    "hidden_size": 3072,
+    "mlp_ratio": 4.0,
+    "num_heads": 24,
+    "depth": 19,
+    "depth_single_blocks": 38,
+    "axes_dim": [16, 56, 56],
+    "theta": 10000,
+    "qkv_bias": True,
+    "guidance_embed": True,
+}
+CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV}
+
+
+def use_comfyui(path: Path) -> None:
+    """Make ComfyUI's modules importable."""
+    sys.argv = sys.argv[:1]  # ComfyUI parses the command line on import
+    sys.path.insert(0, str(path))
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = not torch.cuda.is_available()
+
+
+def patcher(name: str, dtype: torch.dtype):
+    """Return a ModelPatcher of the named architecture on ComfyUI's device, every parameter filled."""
+    import comfy.model_management
+    import comfy.model_patcher
+    import comfy.supported_models as supported
+
+    cls = {"sd15": supported.SD15, "sdxl": supported.SDXL, "sd3": supported.SD3, "flux": supported.Flux}[name]
+    config = cls(dict(CONFIGS[name]))
+    config.set_inference_dtype(dtype, None)
+    device = comfy.model_management.get_torch_device()
+    model = config.get_model({}, "", device=device).eval()
+    generator = torch.Generator(device=device).manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.diffusion_model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+            else:
+                parameter.fill_(float(parameter_name.endswith(("weight", "scale"))))
+    return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def step_inputs(model, name: str, batch: int, height: int, width: int, tokens: int = 77) -> dict:
+    """Return arguments of `BaseModel.apply_model` for one step; sizes in latent units."""
+    config, device = CONFIGS[name], model.device
+    text = config.get("context_dim") or config.get("context_in_dim") or 4096
+    inputs = {
+        "x": torch.randn(batch, model.latent_format.latent_channels, height, width, device=device),
+        "t": torch.full((batch,), 0.5 if name in ("sd3", "flux") else 5.0, device=device),
+        "c_crossattn": torch.randn(batch, tokens, text, device=device),
+        "transformer_options": {},
+    }
+    pooled = config.get("adm_in_channels") or config.get("vec_in_dim")
+    if pooled:
+        inputs["y"] = torch.randn(batch, pooled, device=device)
+    if name == "flux":
+        inputs["guidance"] = torch.full((batch,), 3.5, device=device)
+    return inputs

@@ -1,0 +1,121 @@
+"""One denoising step, eager against compiled, at sizes the graphs have and have not seen.
+
+    python benchmarks/step.py --comfyui CHECKOUT [--backend inductor] [--dtype float16] NAME ...
+
+Both variants run in one process on the same weights; times are medians of pipelined calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import models
+import torch
+
+SIZES = {
+    "sd15": [(2, 64, 64, 77), (2, 96, 96, 77), (2, 64, 64, 154), (1, 64, 64, 77), (8, 64, 64, 77)],
+    "sdxl": [(2, 128, 128, 77), (2, 64, 256, 77), (4, 96, 96, 77), (1, 128, 128, 77), (2, 104, 152, 231)],
+    "sd3": [(2, 128, 128, 154), (2, 64, 256, 154), (1, 128, 128, 77)],
+    "flux": [(1, 128, 128, 256), (1, 64, 256, 512), (2, 96, 96, 256)],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("names", nargs="+", choices=SIZES)
+    options = parser.parse_args()
+    models.use_comfyui(options.comfyui)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print(f"torch {torch.__version__}, {device}, {options.dtype}, {options.backend}")
+    for name in options.names:
+        measure(name, options)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    """Print a table for one architecture."""
+    from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.store import FolderStore
+
+    patcher = models.patcher(name, getattr(torch, options.dtype))
+    store = FolderStore(tempfile.mkdtemp())
+    use_registry(host, Registry(store))
+    start = time.perf_counter()
+    compiled, text = host.compile_model(patcher, options.backend)
+    print(f"\n{name}: {text}\n  node: {time.perf_counter() - start:.1f} s,", end=" ")
+    print(f"{sum(p.stat().st_size for p in store.folder.iterdir()) / 1e6:.1f} MB of graphs")
+    use_registry(host, Registry(store))
+    start = time.perf_counter()
+    _, text = host.compile_model(patcher, options.backend)
+    print(f"  again, from the store: {time.perf_counter() - start:.1f} s: {text}")
+    print(f"  {'batch, latent, tokens':>24} {'eager ms':>9} {'ours ms':>8} {'ratio':>6} {'first call s':>12} "
+          f"{'compiles':>8} {'relative error':>14}")  # fmt: skip
+    for batch, height, width, tokens in SIZES[name]:
+        inputs = models.step_inputs(patcher.model, name, batch, height, width, tokens)
+        before = totals.compiles
+        reference = call(patcher, inputs)
+        sync()
+        start = time.perf_counter()
+        result = call(compiled, inputs)
+        sync()
+        first = time.perf_counter() - start
+        error = ((result - reference).norm() / reference.norm()).item()
+        eager, ours = timed(patcher, inputs, options.repeats), timed(compiled, inputs, options.repeats)
+        size = f"{batch}, {height}x{width}, {tokens}"
+        print(f"  {size:>24} {eager:>9.2f} {ours:>8.2f} {eager / ours:>6.2f} {first:>12.2f} "
+              f"{totals.compiles - before:>8} {error:>14.1e}")  # fmt: skip
+    print(f"  eager calls: {dict(totals.eager_calls)}, retired: {totals.retired}")
+
+
+def use_registry(host, registry) -> None:
+    """Give the host a registry of this run's own, as after a restart."""
+    host.registry = lambda: registry
+
+
+def call(patcher, inputs: dict) -> torch.Tensor:
+    """One step, with the patcher's object patches in place."""
+    model = patcher.patch_model(load_weights=False)
+    try:
+        with torch.inference_mode():
+            return model.apply_model(**{**inputs, "transformer_options": {}})
+    finally:
+        patcher.unpatch_model(unpatch_weights=False)
+
+
+def timed(patcher, inputs: dict, repeats: int) -> float:
+    """Return the median milliseconds of a step, calls issued back to back."""
+    model = patcher.patch_model(load_weights=False)
+    try:
+        with torch.inference_mode():
+            rounds = []
+            for _ in range(5):
+                sync()
+                start = time.perf_counter()
+                for _ in range(repeats // 5):
+                    model.apply_model(**{**inputs, "transformer_options": {}})
+                sync()
+                rounds.append((time.perf_counter() - start) / (repeats // 5) * 1e3)
+            return statistics.median(rounds)
+    finally:
+        patcher.unpatch_model(unpatch_weights=False)
+
+
+def sync() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What can change under a region between two calls without anybody telling us.
+
+Looked at on every call, so each guard keeps what it found in order last time and first asks, in a few
+nanoseconds per module or weight, whether anything moved since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import chain, starmap
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from .graph import GraphSpec
+from .host import Host
+from .signature import TENSOR_TYPES, Unsupported
+from .skeleton import tensor_slots
+
+
+class ModuleGuard:
+    """Whether the modules inside a region still run the code that was traced."""
+
+    def __init__(self, region: nn.Module, host: Host) -> None:
+        self._host = host
+        # Dictionaries and not modules: those of the region itself would keep the region alive.
+        self._modules = [(weakref.ref(m), m.__dict__) for m in region.modules() if m is not region]
+        self._attributes = [attributes for _, attributes in self._modules]
+        self._hooks = [
+            attributes[name] for attributes in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")
+        ]
+        self._families = [module._modules for module in region.modules()]
+        self._children = self._current_children()
+        self._sizes: list[int] | None = None
+        self._switches: list[tuple[dict[str, Any], str]] = []
+
+    def check(self) -> None:
+        """Raise Unsupported if a hook, a replacement or a weight function is inside the region."""
+        if any(self._hooks):
+            raise Unsupported("a hook on a module inside the region")
+        if self._current_children() != self._children:
+            raise Unsupported("a replaced module inside the region")
+        # A new attribute changes the size of its dictionary; those that were there already are read.
+        if list(map(len, self._attributes)) != self._sizes:
+            self._look_again()
+        if any(starmap(getitem, self._switches)):
+            name = next(name for attributes, name in self._switches if attributes[name])
+            raise Unsupported(f"weights changed on the fly ({name})")
+
+    def _current_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._families)))
+
+    def _look_again(self) -> None:
+        self._sizes = None
+        for reference, attributes in self._modules:
+            if "forward" in attributes and not self._host.module_is_clean(reference()):
+                raise Unsupported("a replaced forward inside the region")
+        self._switches = [(a, name) for a in self._attributes for name in self._host.weight_hooks if name in a]
+        if not any("forward" in attributes for attributes in self._attributes):
+            self._sizes = list(map(len, self._attributes))
+
+
+class WeightGuard:
+    """A region's weights as they are now, and whether a graph can take them."""
+
+    def __init__(self, region: nn.Module) -> None:
+        self._slots = [slot for _, slot in tensor_slots(region)]
+        self._spec: GraphSpec | None = None
+        self._references: list[weakref.ref] = []
+        self._pointers: list[int] = []
+
+    def weights(self, spec: GraphSpec) -> list[torch.Tensor]:
+        """Return the weights in the order and layout of `spec`. Raises Unsupported with the reason if they differ."""
+        weights = [group.get(name) for group, name in self._slots]
+        if spec is self._spec and all(reference() is weight for reference, weight in zip(self._references, weights)):
+            # Host code moves weights by swapping what a Parameter points to.
+            if [weight is not None and weight.data_ptr() for weight in weights] == self._pointers:
+                return weights
+        self._spec = None
+        arranged = [self._admit(*pair) for pair in zip(weights, self._names(), spec.weight_layout, strict=True)]
+        if all(map(is_, weights, arranged)):
+            self._spec = spec
+            self._references = [weakref.ref(weight) for weight in weights]
+            self._pointers = [weight.data_ptr() for weight in weights]
+        return arranged
+
+    def _names(self) -> Iterator[str]:
+        return (name for _, name in self._slots)
+
+    @staticmethod
+    def _admit(weight: Any, name: str, layout: tuple) -> torch.Tensor:
+        shape, stride, dtype, device = layout
+        if type(weight) not in TENSOR_TYPES:
+            raise Unsupported(f"weights of type {type(weight).__name__}")
+        if weight.device != device:
+            raise Unsupported(f"weights on {weight.device} while the model runs on {device}")
+        if weight.dtype != dtype or weight.shape != shape:
+            raise Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
+        if weight.stride() == stride:
+            return weight
+        # A LoRA puts back contiguous weights where the model had channels_last ones.
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)

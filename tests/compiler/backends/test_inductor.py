@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends import inductor
+from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.store import FolderStore
+from networks import (
+    CPU,
+    WIDTH,
+    ConvolutionNetwork,
+    StreamNetwork,
+    compile_network,
+    export,
+    sizes,
+    transformer,
+    weights_of,
+)
+from torch._inductor import cpp_builder, exc
+
+BACKEND = InductorBackend()
+needs_compiler = pytest.mark.skipif(BACKEND.available(CPU) is not None, reason="no C++ compiler on this machine")
+
+
+def settings():
+    """Everything that a compile could leave changed for other users of torch in this process."""
+    return torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
+
+
+@needs_compiler
+def test_an_artifact_computes_the_region_at_every_size_before_and_after_saving_and_leaves_torchs_settings_alone():
+    network = transformer()
+    exported = export(network)
+    before = settings()
+    compiled = BACKEND.compile(exported)
+    loaded = BACKEND.load(compiled.to_bytes(), exported.spec)
+    assert settings() == before
+    odd = torch.randn(7 * WIDTH).as_strided((1, 7, WIDTH), (5, WIDTH, 1))
+    for x in (*(network.inputs(sizes(batch=b, tokens=n))[0] for b, n in ((2, 7), (1, 33), (4, 1), (1, 1))), odd):
+        for block in network.blocks:
+            for executable in (compiled, loaded):
+                (ours,) = executable(*weights_of(block), x)
+                torch.testing.assert_close(ours, block(x), atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+def test_regions_of_equal_code_and_other_widths_get_their_own_artifacts():
+    for channels in (8, 12):
+        network = ConvolutionNetwork(channels)
+        executable = BACKEND.compile(export(network))
+        for at in (sizes(batch=1, height=5, width=9), sizes(batch=3)):
+            x, emb = network.inputs(at)
+            (ours,) = executable(*weights_of(network.blocks[1]), network.stem(x), emb)
+            torch.testing.assert_close(ours, network.blocks[1](network.stem(x), emb), atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_from_disk(tmp_path):
+    network = StreamNetwork()
+    cases = [
+        (torch.randn(batch, WIDTH, height).transpose(1, 2), torch.randn(batch, 5, WIDTH))
+        for batch, height in ((2, 7), (2, 7), (1, 9), (1, 9))
+    ]
+    expected = []
+    for image, text in cases:
+        written = image.clone()
+        expected.append((network(written, text), written))
+    for compiles in (1, 0):
+        compiled = compile_network(network, Registry(FolderStore(tmp_path)), BACKEND)
+        assert (compiled.counters.compiles, compiled.counters.from_disk) == (compiles, 1 - compiles)
+        for (image, text), (results, written) in zip(cases, expected, strict=True):
+            ours = image.clone(memory_format=torch.preserve_format)
+            torch.testing.assert_close(network(ours, text), results, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours, written, atol=1e-4, rtol=1e-4)
+        assert not compiled.counters.eager_calls
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
+def test_another_kind_of_device_is_answered_with_those_there_are(name):
+    assert BACKEND.available(torch.device(name)) == f"Inductor graphs run on cuda and cpu devices, not on {name}."
+
+
+@pytest.mark.parametrize("error", [exc.InvalidCxxCompiler(), OSError("no g++"), RuntimeError("no cl")])
+def test_without_a_compiler_one_sentence_says_how_to_get_one(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", fail)
+    reason = BACKEND.available(CPU)
+    assert "C++ compiler" in reason
+    assert "CXX" in reason
+
+
+def test_a_compiler_that_does_not_exist_counts_as_none(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    assert "C++ compiler" in BACKEND.available(CPU)
+
+
+def test_without_python_headers_one_sentence_says_how_to_get_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(inductor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert "python3-dev" in BACKEND.available(CPU)
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_the_remedy(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(inductor.Path, "is_file", lambda self: True)
+    reason = BACKEND.available(CPU)
+    assert "No space left on device" in reason
+    assert "TORCHINDUCTOR_CACHE_DIR" in reason
+
+
+def test_an_old_torch_is_said_with_the_version_that_is_needed(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
+    assert BACKEND.available(CPU) == "Inductor graphs need torch 2.8 or newer; this is 2.7.1+cu128: update torch."
+
+
+def test_the_environment_is_the_same_each_time_and_names_torch_and_the_instruction_set():
+    environment = BACKEND.environment(CPU)
+    assert environment == InductorBackend().environment(CPU)
+    assert environment["torch"] == torch.__version__
+    assert environment["backend"] == "inductor"
+    assert environment["device"].startswith("cpu")
+    assert all(isinstance(value, str) for value in environment.values())

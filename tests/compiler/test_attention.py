@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.attention import opaque_attention, register_operator
+from networks import Stack, compile_network, export, host_attention
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+HEADS, DIM = 2, 8
+LAYOUTS = [(False, False), (True, False), (False, True), (True, True)]
+
+
+def queries(tokens, skip_reshape, dtype=torch.float32):
+    shape = (3, HEADS, tokens, DIM) if skip_reshape else (3, tokens, HEADS * DIM)
+    return torch.randn(shape, dtype=dtype)
+
+
+def options(skip_reshape, skip_output_reshape):
+    return {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+
+
+class OpaqueBlock(nn.Module):
+    def __init__(self, width=HEADS * DIM):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        return x + opaque_attention(host_attention, *self.qkv(x).chunk(3, 2), HEADS)
+
+
+def operators(program):
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_computes_what_the_function_does(layout, masked):
+    q, k, v = queries(5, layout[0]), queries(7, layout[0]), queries(7, layout[0])
+    mask = torch.randn(5, 7) if masked else None
+    ours = opaque_attention(host_attention, q, k, v, HEADS, mask, **options(*layout))
+    assert torch.equal(ours, host_attention(q, k, v, HEADS, mask, **options(*layout)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_operator_foretells_the_shape_it_returns(layout):
+    q, k, v = queries(5, layout[0]), queries(7, layout[0]), queries(7, layout[0])
+    real = opaque_attention(host_attention, q, k, v, HEADS, **options(*layout))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (q, k, v)]
+        foretold = opaque_attention(host_attention, *fakes, HEADS, **options(*layout))
+    assert (foretold.shape, foretold.stride(), foretold.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_queries_may_have_their_heads_in_a_dimension_of_their_own():
+    q = torch.randn(3, 5, HEADS, DIM)
+    with FakeTensorMode() as mode:
+        foretold = opaque_attention(host_attention, *[mode.from_tensor(q)] * 3, HEADS)
+    assert foretold.shape == opaque_attention(host_attention, q, q, q, HEADS).shape == (3, 5, HEADS * DIM)
+
+
+def test_the_output_has_the_dtype_of_the_queries():
+    q, k, v = (queries(5, False, torch.bfloat16) for _ in range(3))
+    assert opaque_attention(host_attention, q, k, v, HEADS, attn_precision=torch.float32).dtype is torch.bfloat16
+
+
+def test_the_operator_can_be_registered_again():
+    register_operator()
+    register_operator()
+    assert hasattr(torch.ops.compiled_graphs, "attention")
+
+
+def test_a_traced_region_calls_the_function_instead_of_holding_it():
+    assert "compiled_graphs.attention.default" in operators(export(Stack(OpaqueBlock)).program)
+
+
+def test_a_region_with_opaque_attention_serves_every_size(registry):
+    network = Stack(OpaqueBlock)
+    x = [torch.randn(batch, tokens, HEADS * DIM) for batch, tokens in ((2, 7), (1, 33))]
+    expected = [network(t) for t in x]
+    compiled = compile_network(network, registry)
+    with compiled.counters.expect(compiles=0, retired=0):
+        for ours, theirs in zip([network(t) for t in x], expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert not compiled.counters.eager_calls
+
+
+def traced_operators(function, **extras):
+    class Block(OpaqueBlock):
+        def forward(self, x):
+            return x + opaque_attention(function, *self.qkv(x).chunk(3, 2), HEADS, **extras)
+
+    return operators(export(Stack(Block)).program)
+
+
+def test_a_function_that_has_no_name_to_find_it_by_is_traced_through():
+    def local(q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape, **_):
+        return q + v
+
+    assert "compiled_graphs.attention.default" not in traced_operators(local)
+
+
+def test_options_the_operator_does_not_know_are_traced_through():
+    assert "compiled_graphs.attention.default" not in traced_operators(host_attention, low_precision=True)
+
+
+def test_bookkeeping_and_options_that_are_none_stay_opaque():
+    extras = {"transformer_options": {"a": 1}, "low_precision": None}
+    assert "compiled_graphs.attention.default" in traced_operators(host_attention, **extras)

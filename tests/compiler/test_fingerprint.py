@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from compiled_graphs.compiler.fingerprint import fingerprint, region_code, tensor_attributes
+from compiled_graphs.compiler.host import Host
+from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
+from torch import nn
+
+SOURCE = '''
+import functools
+
+import torch
+from torch import nn
+
+SCALE = 2.0
+LIMITS = {"low": 1, "high": 9}
+
+def double(x):
+    return x * 2
+
+def widen(x):
+    return double(x) + 1
+
+def traced(function):
+    @functools.wraps(function)
+    def run(*args):
+        return function(*args)
+    return run
+
+@traced
+def shrink(x):
+    return x / 4
+
+@torch.no_grad()
+def negate(x):
+    return -x
+
+def unrelated(x):
+    return x - 5
+
+class Base(nn.Module):
+    def norm(self, x):
+        return x / x.norm()
+
+class Block(Base):
+    """A block."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.eps = 1e-6
+
+    def forward(self, x, options=None):
+        x = self.norm(widen(self.linear(x)))  # widen first
+        if "patch" in (options or {}):
+            x = negate(shrink(x))
+        return x * SCALE * LIMITS["high"]
+'''
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Import a version of the source above, as a restart after an edit would."""
+
+    def run(*edits):
+        text = SOURCE
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        path = folder / "edited_blocks.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("edited_blocks", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "edited_blocks", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return run
+
+
+def of(module, host=None):
+    return fingerprint(module, host or Host())
+
+
+def with_attribute(value):
+    block = TransformerBlock()
+    block.setting = value
+    return block
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("self.norm(widen(self.linear(x)))", "self.norm(self.linear(x))"),
+        ("return double(x) + 1", "return double(x) + 2"),
+        ("return x * 2", "return x * 3"),
+        ("return x / 4", "return x / 5"),
+        ("return -x", "return -x * 2"),
+        ("return x / x.norm()", "return x"),
+        ("SCALE = 2.0", "SCALE = 3.0"),
+        ('"high": 9', '"high": 8'),
+        ("self.eps = 1e-6", "self.eps = 1e-5"),
+        ("return function(*args)", "return -function(*args)"),
+    ],
+    ids=[
+        "forward",
+        "helper",
+        "helper of helper",
+        "decorated helper",
+        "torch-decorated helper",
+        "base",
+        "global",
+        "table",
+        "eps",
+        "decorator",
+    ],
+)
+def test_an_edit_of_what_a_region_computes_changes_it(load, edit):
+    assert of(load(edit).Block()) != of(load().Block())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("# widen first", "# another remark"),
+        ('"""A block."""', '"""A block, described at length."""'),
+        ('    """A block."""\n', ""),
+        ("return x - 5", "return x - 6"),
+        ("import functools\n", "import functools\nimport math\n\n\n"),
+        ("        self.eps = 1e-6", "        self.eps = 1e-3 / 1e3"),
+    ],
+    ids=["comment", "docstring", "no docstring", "unrelated function", "lines above", "constructor"],
+)
+def test_an_edit_of_anything_else_keeps_it(load, edit):
+    assert of(load(edit).Block()) == of(load().Block())
+
+
+def test_a_helper_replaced_by_an_extension_changes_it(load):
+    module = load()
+    before = of(module.Block())
+    module.double = lambda x: x * 7
+    assert of(module.Block()) != before
+
+
+def test_a_forward_that_an_extension_put_on_the_class_changes_it(load):
+    module = load()
+    before = of(module.Block())
+
+    def forward(self, x, options=None):
+        return self.linear(x)
+
+    module.Block.forward = forward
+    assert of(module.Block()) != before
+
+
+def test_a_wrapper_that_an_extension_put_around_a_forward_changes_it(load):
+    module = load()
+    before = of(module.Block())
+    original = module.Block.forward
+
+    @functools.wraps(original)
+    def wrapper(self, x, options=None):
+        return original(self, x * 2, options)
+
+    module.Block.forward = wrapper
+    assert of(module.Block()) != before
+
+
+def test_a_helper_in_infrastructure_is_not_followed(load):
+    class Program(Host):
+        infrastructure = ("edited_blocks",)
+
+    assert of(load(("return x * 2", "return x * 3")).Block(), Program()) == of(load().Block(), Program())
+
+
+PRINT_FINGERPRINTS = """
+from compiled_graphs.compiler.fingerprint import fingerprint
+from compiled_graphs.compiler.host import Host
+from networks import ResidualBlock, TransformerBlock
+block = TransformerBlock()
+block.features = {"rope", "bias", "gate", "shift", None, 3}
+print(fingerprint(block, Host()), fingerprint(ResidualBlock(), Host()))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_it_is_the_same_in_every_process_and_hash_seed(seed):
+    block = TransformerBlock()
+    block.features = {"rope", "bias", "gate", "shift", None, 3}
+    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", PRINT_FINGERPRINTS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == [of(block), of(ResidualBlock())]
+
+
+def test_equal_blocks_of_one_network_share_it():
+    assert len({of(block) for block in ConvolutionNetwork(depth=3).blocks}) == 1
+
+
+def test_weight_values_and_placement_do_not_matter():
+    block = TransformerBlock()
+    before = of(block)
+    block.gate.fill_(3.0)
+    assert of(block) == before
+    assert of(block.to("meta")) == before
+
+
+def test_requires_grad_does_not_matter():
+    assert of(TransformerBlock().requires_grad_(False)) == of(TransformerBlock())
+
+
+def test_hooks_and_a_forward_put_on_an_instance_do_not_matter():
+    block = TransformerBlock()
+    block.register_forward_hook(lambda *args: None)
+    block.forward = lambda x: x
+    assert of(block) == of(TransformerBlock())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: TransformerBlock(eps=1e-5),
+        lambda: TransformerBlock(heads=4),
+        lambda: TransformerBlock(width=32),
+        lambda: TransformerBlock().half(),
+        lambda: TransformerBlock().eval(),
+        lambda: _without_gate(),
+    ],
+    ids=["eps", "heads", "width", "dtype", "eval", "absent parameter"],
+)
+def test_a_change_of_configuration_changes_it(changed):
+    assert of(changed()) != of(TransformerBlock())
+
+
+def _without_gate():
+    block = TransformerBlock()
+    block.gate = None
+    return block
+
+
+def test_the_layout_of_a_weight_changes_it():
+    assert of(ResidualBlock().to(memory_format=torch.channels_last)) != of(ResidualBlock())
+
+
+def test_a_buffers_shape_changes_it():
+    one, other = TransformerBlock(), TransformerBlock()
+    one.register_buffer("table", torch.zeros(3))
+    other.register_buffer("table", torch.zeros(4))
+    assert of(one) != of(other)
+
+
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+@dataclasses.dataclass
+class Settings:
+    eps: float
+
+
+def scaled_by(factor):
+    def scale(x):
+        return x * factor
+
+    return scale
+
+
+def shifted_by(amount):
+    def shift(x, by=amount):
+        return x + by
+
+    return shift
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, 2], [2, 1]),
+        ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}),
+        (torch.float16, torch.bfloat16),
+        (1, True),
+        (nn.GELU, nn.SiLU),
+        (torch.relu, torch.sigmoid),
+        (np.float32(0.5), np.float32(0.25)),
+        (2j, 3j),
+        (Mode.FIRST, Mode.SECOND),
+        (Settings(1e-5), Settings(1e-6)),
+        (types.SimpleNamespace(eps=1e-5), types.SimpleNamespace(eps=1e-6)),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=1)),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clip, min=0)),
+        (scaled_by(2), scaled_by(3)),
+        (shifted_by(2), shifted_by(3)),
+        (slice(1, 2), slice(1, 3)),
+        (b"a", b"b"),
+        ({"a": {"b": [{"c": 1}]}}, {"a": {"b": [{"c": 2}]}}),
+        (TransformerBlock.forward, ResidualBlock.forward),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_settings_of_other_content_change_it(one, other):
+    assert of(with_attribute(one)) == of(with_attribute(copy.copy(one)))
+    assert of(with_attribute(one)) != of(with_attribute(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (torch.device("cpu"), torch.device("meta")),
+        (object(), object()),
+    ],
+    ids=["order of a dict", "device", "identity"],
+)
+def test_settings_of_equal_content_keep_it(one, other):
+    assert of(with_attribute(one)) == of(with_attribute(other))
+
+
+def test_a_setting_that_refers_back_to_the_block_is_no_obstacle():
+    block = TransformerBlock()
+    block.owner = types.SimpleNamespace(block=block)
+    block.owner.itself = block.owner
+    assert of(block) != of(TransformerBlock())
+
+
+class Manager(Host):
+    volatile_attributes = frozenset({"loaded_bytes"})
+
+
+def test_a_volatile_attribute_of_the_host_does_not_matter():
+    block = TransformerBlock()
+    block.loaded_bytes = 1024
+    assert of(block, Manager()) == of(TransformerBlock(), Manager())
+    assert of(block) != of(TransformerBlock())
+
+
+def test_literals_are_the_strings_a_region_can_look_up(load):
+    literals = region_code(load().Block(), Host()).literals
+    assert {"patch", "high"} <= literals
+    assert "A block." not in literals
+
+
+def test_literals_come_from_helpers_and_submodules_too(load):
+    module = load(("return x * 2", 'return x * {"factor": 2}["factor"]'))
+    assert "factor" in region_code(nn.Sequential(module.Block()), Host()).literals
+
+
+def test_a_class_without_source_still_has_an_identity():
+    text = "class Block(Base):\n    def forward(self, x):\n        return x * {}\n"
+    blocks = []
+    for factor in ("self.two", "self.three"):
+        scope = {"Base": nn.Module, "__name__": "generated"}
+        exec(text.format(factor), scope)
+        blocks.append(scope["Block"]())
+    assert of(blocks[0]) != of(blocks[1])
+
+
+def test_constants_of_a_class_without_source_count():
+    blocks = []
+    for factor in (2, 3):
+        scope = {"Base": nn.Module, "__name__": "generated"}
+        exec(f"class Block(Base):\n    def forward(self, x):\n        return x * {factor}\n", scope)
+        blocks.append(scope["Block"]())
+    assert of(blocks[0]) != of(blocks[1])
+
+
+def test_tensors_outside_parameters_and_buffers_are_named():
+    block = TransformerBlock()
+    block.register_buffer("known", torch.ones(1))
+    assert tensor_attributes(block) == []
+    block.table = torch.ones(1)
+    block.mlp[0].scale = torch.ones(1)
+    assert tensor_attributes(block) == ["table", "mlp.0.scale"]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from compiled_graphs.compiler.jobs import CompileJobs, CompileTimeout
+
+
+def test_a_jobs_result_comes_back():
+    assert CompileJobs().run("sum", lambda: 1 + 1) == 2
+
+
+def test_a_jobs_own_exception_comes_back():
+    with pytest.raises(ZeroDivisionError):
+        CompileJobs().run("division", lambda: 1 / 0)
+
+
+def test_an_exit_inside_a_job_comes_back_as_well():
+    def leave():
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        CompileJobs().run("exit", leave)
+
+
+def test_a_failed_job_does_not_stop_the_next():
+    jobs = CompileJobs()
+    with pytest.raises(ZeroDivisionError):
+        jobs.run("division", lambda: 1 / 0)
+    assert jobs.run("next", lambda: "done") == "done"
+
+
+def test_a_job_is_free_of_the_callers_inference_mode():
+    with torch.inference_mode():
+        assert CompileJobs().run("mode", torch.is_inference_mode_enabled) is False
+
+
+def test_jobs_from_many_threads_run_one_at_a_time():
+    jobs, running, most = CompileJobs(), [], []
+
+    def job():
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+
+    threads = [threading.Thread(target=jobs.run, args=("job", job)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("limit", ["", "soon"])
+def test_a_limit_that_is_no_number_is_the_default(limit, monkeypatch):
+    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
+    assert CompileJobs().run("sum", lambda: 1 + 1) == 2
+
+
+@pytest.fixture
+def hanging():
+    release = threading.Event()
+    yield release
+    release.set()
+
+
+def test_a_job_past_its_limit_is_given_up(hanging):
+    with pytest.raises(CompileTimeout, match=r"took more than 0\.05 s"):
+        CompileJobs().run("slow block", hanging.wait, limit=0.05)
+
+
+def test_the_limit_can_be_set_from_outside(hanging, monkeypatch):
+    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", "0.05")
+    with pytest.raises(CompileTimeout):
+        CompileJobs().run("slow block", hanging.wait)
+
+
+def test_later_jobs_are_refused_while_one_hangs_and_run_again_afterwards(hanging):
+    jobs, ran = CompileJobs(), []
+    with pytest.raises(CompileTimeout):
+        jobs.run("slow block", hanging.wait, limit=0.05)
+    with pytest.raises(CompileTimeout, match="still hangs on slow block"):
+        jobs.run("next", lambda: ran.append(1))
+    assert not ran
+    hanging.set()
+    deadline = time.monotonic() + 5
+    while any(thread.name == "compile slow block" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert jobs.run("next", lambda: "done") == "done"
+
+
+def test_a_hanging_job_does_not_keep_the_process_alive(hanging):
+    with pytest.raises(CompileTimeout):
+        CompileJobs().run("slow block", hanging.wait, limit=0.05)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "compile slow block")

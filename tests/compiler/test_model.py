@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.jobs import CompileJobs
+from compiled_graphs.compiler.model import CannotCallAhead
+from compiled_graphs.compiler.probe import FIRST
+from compiled_graphs.compiler.registry import Registry
+from networks import (
+    WIDTH,
+    ConvolutionNetwork,
+    KeywordBlock,
+    OptionsBlock,
+    Stack,
+    StreamNetwork,
+    TransformerBlock,
+    call,
+    call_with,
+    compile_network,
+    install,
+    said,
+    sizes,
+    transformer,
+)
+from torch import nn
+
+SIZES = [
+    sizes(batch=1, height=8, width=8, tokens=16),
+    sizes(batch=4, height=6, width=10, tokens=7),
+    sizes(batch=3, height=5, width=13, tokens=1),
+    sizes(batch=1, height=1, width=2, tokens=77),
+]
+
+
+class Pyramid(nn.Module):
+    """Two kinds of region in one model."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = transformer(depth=2)
+        self.second = transformer(depth=2, eps=1e-5)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def inputs(self, at):
+        return self.first.inputs(at)
+
+
+class BrokenBackend(EagerBackend):
+    def compile(self, exported):
+        raise RuntimeError("internal compiler error\nwith details")
+
+
+class Program(Host):
+    """A host whose user stops after a number of questions."""
+
+    def __init__(self, allowed):
+        self.left = allowed
+
+    def check_cancelled(self):
+        self.left -= 1
+        if self.left < 0:
+            raise InterruptedError
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(ours, theirs)
+
+
+def masks(at):
+    return torch.randn(at.batch, 1, at.tokens, at.tokens)
+
+
+@pytest.mark.parametrize("network", [ConvolutionNetwork(), transformer(), StreamNetwork()], ids=["conv", "dit", "in"])
+def test_one_graph_serves_every_block_and_every_size(registry, network):
+    reference = copy.deepcopy(network)
+    compiled = compile_network(network, registry)
+    assert compiled.counters.compiles == 1
+    with compiled.counters.expect(compiles=0, retired=0, calls=len(SIZES) * len(network.blocks)):
+        for at in SIZES:
+            inputs = network.inputs(at)
+            same(network(*[t.clone() for t in inputs]), reference(*inputs))
+    assert not compiled.counters.eager_calls
+
+
+def test_sizes_of_one_are_verified_on_their_own(registry):
+    network = transformer()
+    compiled = compile_network(network, registry)
+    for batch, tokens, proven in ((2, 7, 1), (3, 9, 0), (1, 7, 1), (1, 8, 0), (2, 1, 1), (1, 1, 1), (1, 1, 0)):
+        with compiled.counters.expect(verifications=proven):
+            network(*network.inputs(sizes(batch=batch, tokens=tokens)))
+
+
+def test_without_verification_the_first_call_goes_to_the_graph(registry):
+    network = transformer()
+    compiled = compile_network(network, registry, verify=False)
+    with compiled.counters.expect(verifications=0, calls=2):
+        network(*network.inputs(sizes()))
+    assert not compiled.counters.eager_calls
+
+
+def test_an_optional_input_makes_a_second_graph_beside_the_first(registry):
+    network = transformer()
+    reference = copy.deepcopy(network)
+    running = []
+    compiled = compile_network(network, registry, current_call=lambda: running[-1])
+    x = network.inputs(sizes())[0]
+    network(x)
+    running.append(call_with(mask=masks))
+    with compiled.counters.expect(compiles=1):
+        mask = masks(sizes())
+        same(network(x, mask), reference(x, mask))
+    with compiled.counters.expect(compiles=0, verifications=0, from_memory=0):
+        same(network(x), reference(x))
+        same(network(x, mask), reference(x, mask))
+    assert not compiled.counters.eager_calls
+
+
+def test_a_call_that_was_not_foreseen_stays_eager_without_a_way_to_repeat_it(registry):
+    network = transformer()
+    compiled = compile_network(network, registry)
+    network(network.inputs(sizes())[0], masks(sizes()))
+    assert compiled.counters.eager_calls == {"a kind of call that was not foreseen": 2}
+    assert compiled.summary().reasons == ("a kind of call that was not foreseen",)
+    assert compiled.summary().compiled == 1
+
+
+def test_without_preparation_a_model_compiles_when_it_is_first_called(registry):
+    network = transformer()
+    compiled = install(network, registry, current_call=lambda: call)
+    assert compiled.summary().waiting == 1
+    with compiled.counters.expect(compiles=1):
+        network(*network.inputs(sizes()))
+    assert (compiled.summary().compiled, compiled.summary().waiting) == (1, 0)
+
+
+def test_a_model_that_cannot_be_repeated_stays_eager_for_a_reason(registry):
+    def failing(network, at):
+        raise ValueError("needs data\nand more")
+
+    network = transformer()
+    compiled = install(network, registry, current_call=lambda: failing)
+    network(*network.inputs(sizes()))
+    assert compiled.counters.eager_calls == {"its sizes cannot be told apart from data (ValueError: needs data)": 2}
+
+
+def test_an_argument_that_is_a_size_stays_eager_for_a_reason(registry):
+    def counted(network, at):
+        return network(*network.inputs(at), shift=at.tokens)
+
+    network = Stack(OptionsBlock)
+    reference = copy.deepcopy(network)
+    compiled = install(network, registry, current_call=lambda: counted)
+    x = network.inputs(sizes())[0]
+    same(network(x, shift=7), reference(x, shift=7))
+    (reason,) = compiled.counters.eager_calls
+    assert "an argument that changes with the size" in reason
+    assert compiled.counters.compiles == 0
+
+
+def test_another_models_weights_use_the_same_graph_and_are_never_mixed(registry):
+    networks = [transformer(), transformer()]
+    references = [copy.deepcopy(network) for network in networks]
+    compiled = [compile_network(network, registry) for network in networks]
+    assert [model.counters.compiles for model in compiled] == [1, 0]
+    x = networks[0].inputs(sizes())[0]
+    for _ in range(2):
+        for network, reference in zip(networks, references, strict=True):
+            same(network(x), reference(x))
+    assert not torch.equal(networks[0](x), networks[1](x))
+    assert [model.counters.eager_calls for model in compiled] == [{}, {}]
+
+
+def test_the_second_model_need_not_verify_what_the_first_has_proven(registry):
+    one, two = transformer(), transformer()
+    compile_network(one, registry)
+    compiled = compile_network(two, registry)
+    one(*one.inputs(sizes()))
+    with compiled.counters.expect(verifications=0, calls=2):
+        two(*two.inputs(sizes()))
+
+
+def test_a_compiler_that_raises_leaves_the_region_eager_with_its_reason(registry, caplog):
+    network = transformer()
+    reference = copy.deepcopy(network)
+    compiled = compile_network(network, registry, BrokenBackend())
+    x = network.inputs(sizes())[0]
+    same(network(x), reference(x))
+    reason = "RuntimeError: internal compiler error"
+    assert compiled.counters.eager_calls == {reason: 2}
+    assert (compiled.summary().eager, compiled.summary().reasons) == (1, (reason,))
+    assert said(caplog) == [f"TransformerBlock (blocks.0) stays eager: {reason}"]
+
+
+def test_a_region_that_cannot_be_exported_stays_eager_while_others_compile(registry):
+    class Stateful(TransformerBlock):
+        def forward(self, x, mask=None):
+            return super().forward(x, mask) * self.table
+
+    network = Pyramid()
+    network.second = Stack(Stateful)
+    for block in network.second.blocks:
+        block.table = torch.full((1,), 2.0)
+    compiled = install(network, registry)
+    reports = []
+    compiled.prepare(lambda twin, at: _first_only(twin, at), reports.append)
+    assert [report.source for report in reports] == ["compiled", "eager"]
+    assert "outside parameters and buffers (table)" in reports[1].reason
+    x = network.inputs(sizes())[0]
+    same(network(x), network.second(network.first(x)))
+    summary = compiled.summary()
+    assert (summary.regions, summary.compiled, summary.eager) == (2, 1, 1)
+
+
+def _first_only(network, at):
+    """The second stage's tensors are no fake ones; a real host would put them into the call."""
+    x = network.first(*network.inputs(at))
+    for block in network.second.blocks:
+        block.table = torch.full((1,), 2.0)
+    return network.second(x)
+
+
+def test_a_block_that_writes_its_weights_stays_eager(registry):
+    class Counting(TransformerBlock):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x):
+            self.steps.add_(1)
+            return super().forward(x) * self.steps
+
+    network = Stack(Counting)
+    compiled = compile_network(network, registry)
+    for _ in range(3):
+        network(*network.inputs(sizes()))
+    assert [block.steps.item() for block in network.blocks] == [3.0, 3.0]
+    assert compiled.counters.eager_calls == {"Unsupported: a region that writes to its own weights": 6}
+
+
+def test_a_block_that_remembers_things_in_a_dict_keeps_working(registry):
+    class Remembering(TransformerBlock):
+        def __init__(self):
+            super().__init__()
+            self.positions = {}
+
+        def forward(self, x):
+            if x.shape[1] not in self.positions:
+                self.positions[x.shape[1]] = torch.arange(x.shape[1])[:, None]
+            return super().forward(x) + self.positions[x.shape[1]]
+
+    network = Stack(Remembering)
+    reference = copy.deepcopy(network)
+    compile_network(network, registry)
+    for tokens in (11, 13, 7):
+        x = network.inputs(sizes(tokens=tokens))[0]
+        same(network(x), reference(x))
+
+
+def test_a_compiler_that_hangs_leaves_the_region_eager_and_later_jobs_are_refused(monkeypatch):
+    release = threading.Event()
+
+    class Hanging(EagerBackend):
+        def compile(self, exported):
+            release.wait(30)
+            return super().compile(exported)
+
+    class Hurried(CompileJobs):
+        def run(self, name, job, limit=None):
+            return super().run(name, job, None if name == "probe" else 0.5)
+
+    network, reports = Pyramid(), []
+    compiled = install(network, Registry(jobs=Hurried()), Hanging())
+    compiled.prepare(call, reports.append)
+    assert "took more than" in reports[0].reason
+    assert "still hangs" in reports[1].reason
+    x = network.inputs(sizes())[0]
+    same(network(x), network.second(network.first(x)))
+    assert sum(compiled.counters.eager_calls.values()) == 8
+    release.set()
+
+
+def test_a_cancelled_preparation_keeps_what_is_done(registry):
+    network = Pyramid()
+    compiled = install(network, registry, host=Program(allowed=1))
+    with pytest.raises(InterruptedError):
+        compiled.prepare(call)
+    assert (compiled.summary().compiled, compiled.summary().waiting) == (1, 1)
+    again = install(network, registry)
+    again.prepare(call)
+    assert (again.counters.from_memory, again.counters.compiles) == (1, 1)
+
+
+def test_a_cancellation_while_a_running_call_compiles_reaches_the_host(registry):
+    network = transformer()
+    install(network, registry, host=Program(allowed=0), current_call=lambda: call)
+    with pytest.raises(InterruptedError):
+        network(*network.inputs(sizes()))
+
+
+def test_progress_tells_each_graphs_place_source_and_region(registry):
+    reports, again = [], []
+    network = Pyramid()
+    install(network, registry).prepare(call, reports.append)
+    install(network, registry).prepare(call, again.append)
+    assert [(report.done, report.total) for report in reports] == [(1, 2), (2, 2)]
+    assert [report.source for report in reports + again] == ["compiled"] * 2 + ["memory"] * 2
+    assert reports[0].region == "TransformerBlock (first.blocks.0)"
+    assert reports[0].seconds > 0
+
+
+def test_the_models_own_error_comes_out_of_preparation_before_anything_is_compiled(registry):
+    def failing(network, at):
+        raise ZeroDivisionError
+
+    network = transformer()
+    compiled = install(network, registry)
+    with compiled.counters.expect(compiles=0), pytest.raises(CannotCallAhead, match="ZeroDivisionError"):
+        compiled.prepare(failing)
+
+
+def test_preparation_inside_inference_mode_gives_graphs_that_run_in_it(registry):
+    network = transformer()
+    with torch.inference_mode():
+        x = network.inputs(sizes())[0]
+        expected = copy.deepcopy(network)(x)
+        compiled = compile_network(network, registry)
+        same(network(x), expected)
+    assert compiled.summary().compiled == 1
+    assert not compiled.counters.eager_calls
+
+
+def test_a_summary_counts_kinds_of_region_not_blocks(registry):
+    summary = compile_network(Pyramid(), registry).summary()
+    assert (summary.regions, summary.compiled, summary.eager, summary.waiting) == (2, 2, 0, 0)
+    assert summary.seconds > 0
+
+
+def test_a_zero_size_parameter_is_no_obstacle(registry):
+    network = transformer()
+    for block in network.blocks:
+        block.register_parameter("unused", nn.Parameter(torch.empty(0, WIDTH)))
+    reference = copy.deepcopy(network)
+    compiled = compile_network(network, registry)
+    x = network.inputs(sizes())[0]
+    same(network(x), reference(x))
+    assert not compiled.counters.eager_calls
+
+
+def test_a_tied_weight_is_no_obstacle(registry):
+    network = transformer()
+    for block in network.blocks:
+        block.attention.out.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        block.extra = block.attention.out
+    reference = copy.deepcopy(network)
+    compiled = compile_network(network, registry)
+    x = network.inputs(sizes())[0]
+    same(network(x), reference(x))
+    assert not compiled.counters.eager_calls
+
+
+def test_forwards_name_the_regions(registry):
+    network = ConvolutionNetwork()
+    assert list(install(network, registry).forwards()) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_region_whose_sizes_cannot_be_told_apart_does_not_keep_others_from_compiling(registry):
+    def colliding(network, at):
+        batch, tokens, others = (2, 2, 4) if at.batch == FIRST.batch else (3, 5, 3)
+        network.first(*network.inputs(at))
+        return network.second(torch.randn(batch, tokens, WIDTH), unused=torch.randn(others))
+
+    network = Pyramid()
+    network.second = Stack(KeywordBlock)
+    running = []
+    compiled = install(network, registry, current_call=lambda: running[-1])
+    compiled.prepare(colliding)
+    assert (compiled.summary().compiled, compiled.summary().waiting) == (1, 1)
+    running.append(colliding)
+    network.second(torch.randn(2, 2, WIDTH), unused=torch.randn(4))
+    (reason,) = compiled.counters.eager_calls
+    assert "sizes that cannot be told apart" in reason

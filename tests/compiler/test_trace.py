@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.signature import Unsupported
+from compiled_graphs.compiler.trace import export_region
+from networks import (
+    ConvolutionNetwork,
+    DictBlock,
+    HostedBlock,
+    PairBlock,
+    Stack,
+    StreamNetwork,
+    TransformerBlock,
+    call_with,
+    export,
+    transformer,
+    variants_of,
+    weights_of,
+)
+from torch import nn
+
+
+def shapes(*sizes):
+    return [torch.Size(size) for size in sizes]
+
+
+def run(exported, block, *inputs):
+    outputs = exported.program.graph_module(*weights_of(block), *inputs)
+    return exported.spec.rebuild([output for output in outputs if output is not None])
+
+
+def test_a_graph_computes_the_region_from_any_weights_and_sizes():
+    exported = export(ConvolutionNetwork())
+    for batch, height, width in ((1, 5, 9), (4, 8, 8)):
+        block = ConvolutionNetwork(depth=1).blocks[0]
+        x, emb = torch.randn(batch, 8, height, width), torch.randn(batch, 12)
+        torch.testing.assert_close(run(exported, block, x, emb), block(x, emb))
+
+
+def test_every_weight_is_an_input_by_name_and_nothing_is_a_constant():
+    exported = export(transformer())
+    block = TransformerBlock()
+    assert [weight.name for weight in exported.spec.weights] == [name for name, _ in block.named_parameters()]
+    placeholders = [node for node in exported.program.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == len(exported.spec.weights) + len(exported.spec.inputs)
+    assert not exported.program.constants
+    assert not exported.program.state_dict
+
+
+def test_weights_are_described_as_they_lie():
+    network = ConvolutionNetwork().to(memory_format=torch.channels_last)
+    described = {weight.name: weight for weight in export(network).spec.weights}
+    conv = network.blocks[0].conv.weight
+    assert (described["conv.weight"].shape, described["conv.weight"].stride) == (tuple(conv.shape), conv.stride())
+
+
+def test_a_size_shared_by_inputs_is_one_symbol():
+    spec = export(ConvolutionNetwork()).spec
+    assert spec.fits(shapes((5, 8, 7, 9), (5, 12)))
+    assert not spec.fits(shapes((5, 8, 7, 9), (4, 12)))
+
+
+def test_what_tracing_relied_on_becomes_a_guard():
+    class Halves(TransformerBlock):
+        def forward(self, x):
+            top, bottom = x.unflatten(1, (2, -1)).unbind(1)
+            return super().forward(x) if x.shape[1] > 100 else torch.cat([bottom, top], 1)
+
+    spec = export(Stack(Halves), lambda network, at: network(torch.randn(at.batch, 2 * at.tokens, 16))).spec
+    assert spec.fits(shapes((2, 8, 16)))
+    assert not spec.fits(shapes((2, 9, 16)))
+    assert not spec.fits(shapes((2, 102, 16)))
+
+
+@pytest.mark.parametrize(("network", "mutated"), [(StreamNetwork(), (0,)), (transformer(), ())])
+def test_inputs_that_a_region_writes_to_are_known(network, mutated):
+    assert export(network).spec.mutated == mutated
+
+
+def test_outputs_that_are_none_are_known():
+    assert export(StreamNetwork()).spec.outputs == (True, True, False)
+
+
+def test_a_result_of_dicts_and_tuples_keeps_its_structure():
+    class Dicts(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)["sum"]
+            return x
+
+    exported, block, x = export(Dicts(DictBlock)), DictBlock(), torch.randn(2, 3, 16)
+    ours, theirs = run(exported, block, x), block(x)
+    assert ours.keys() == theirs.keys()
+    assert ours["nothing"] is None
+    assert isinstance(ours["pair"], tuple)
+    assert torch.equal(ours["pair"][1][0], theirs["pair"][1][0])
+
+
+def test_the_region_keeps_its_weights_and_attributes():
+    network = transformer()
+    before = [(name, id(weight), weight.clone()) for name, weight in network.named_parameters()]
+    export(network)
+    after = dict(network.named_parameters())
+    assert all(id(after[name]) == identity and torch.equal(after[name], value) for name, identity, value in before)
+
+
+def test_a_region_without_storage_can_be_exported():
+    assert export(transformer().to("meta")).spec == export(transformer()).spec
+
+
+def test_a_zero_size_parameter_is_an_input_as_well():
+    network = transformer()
+    for block in network.blocks:
+        block.register_parameter("unused", nn.Parameter(torch.empty(0, 4)))
+    assert "unused" in [weight.name for weight in export(network).spec.weights]
+
+
+class Altered(TransformerBlock):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+
+class Counting(Altered):
+    def forward(self, x):
+        self.steps.add_(1)
+        return super().forward(x)
+
+
+class Measured(TransformerBlock):
+    def forward(self, x):
+        return super().forward(x), 3
+
+    def __call__(self, x):
+        return super().__call__(x)[0]
+
+
+def test_a_region_that_writes_to_its_weights_is_refused():
+    with pytest.raises(Unsupported, match="writes to its own weights"):
+        export(Stack(Counting))
+
+
+def test_a_region_that_returns_a_number_is_refused():
+    with pytest.raises(Unsupported, match="something besides tensors and None"):
+        export(Stack(Measured))
+
+
+def test_a_tensor_outside_of_the_weights_is_refused_by_name():
+    network = transformer()
+    for block in network.blocks:
+        block.mlp[0].scale = torch.ones(1)
+    with pytest.raises(Unsupported, match=r"outside parameters and buffers \(mlp\.0\.scale\)"):
+        export(network)
+
+
+def test_context_is_the_hosts_stand_in_for_what_the_code_can_look_up():
+    asked = []
+
+    class Program(Host):
+        context_arguments = frozenset({"host_options"})
+
+        def stand_in(self, name, literals):
+            asked.append((name, "block_patches" in literals))
+            return {"block_patches": [torch.neg]}
+
+    network = Stack(HostedBlock)
+    (variant,) = variants_of(network, call_with(host_options={"block_patches": []}), Program())
+    exported = export_region(variant, Program())
+    x = torch.randn(2, 3, 16)
+    assert asked == [("host_options", True)]
+    torch.testing.assert_close(run(exported, network.blocks[0], x), -network.blocks[0].linear(x))
+
+
+def test_a_size_that_differs_between_inputs_stays_two_symbols():
+    spec = export(Stack(PairBlock), lambda network, at: network(*network.inputs(at), torch.randn(at.batch, 1, 16))).spec
+    assert spec.fits(shapes((2, 7, 16), (2, 1, 16)))
+    assert not spec.fits(shapes((2, 7, 16), (2, 7, 16)))

@@ -1,0 +1,63 @@
+"""A real ComfyUI server on loopback with this extension installed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from comfy_server import ComfyServer  # noqa: E402
+
+COMFYUI = os.environ.get("COMFYUI_PATH", "")
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base folder with the tiny model, shared by the servers of one test run."""
+    home = tmp_path_factory.mktemp("comfyui")
+    command = [sys.executable, str(ROOT / "scripts" / "tiny_models.py"), "--comfyui", COMFYUI]
+    subprocess.run([*command, "--out", str(home / "models"), "tiny_sd15"], check=True, capture_output=True)
+    return home
+
+
+@pytest.fixture(scope="session")
+def start_server(home: Path) -> Callable[[], ComfyServer]:
+    """Make a server over the shared base folder; it runs inside a `with` block."""
+    return lambda: ComfyServer(COMFYUI, home)
+
+
+@pytest.fixture(scope="session")
+def server(start_server: Callable[[], ComfyServer]) -> Iterator[ComfyServer]:
+    with start_server() as server:
+        yield server
+
+
+@pytest.fixture
+def workflow() -> Callable[..., dict[str, Any]]:
+    """The text-to-image workflow on the tiny model, with the reference backend."""
+    original = json.loads((ROOT / "workflows" / "text_to_image.api.json").read_text())
+
+    def make(
+        width: int = 128, height: int = 128, batch: int = 1, compiled: bool = True, **sampler: Any
+    ) -> dict[str, Any]:
+        prompt = copy.deepcopy(original)
+        prompt["1"]["inputs"]["ckpt_name"] = "tiny_sd15.ckpt"
+        prompt["2"]["inputs"]["backend"] = "eager"
+        prompt["5"]["inputs"] = {"width": width, "height": height, "batch_size": batch}
+        prompt["6"]["inputs"] |= {"steps": 2, **sampler}
+        if not compiled:
+            del prompt["2"]
+            prompt["6"]["inputs"]["model"] = ["1", 0]
+        return prompt
+
+    return make

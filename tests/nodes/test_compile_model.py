@@ -1,0 +1,103 @@
+"""The Compile Model node over HTTP, in a server of its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import numpy
+import pytest
+from comfy_server import PromptFailed
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pixels(server, outputs):
+    references = next(output["images"] for output in outputs.values() if "images" in output)
+    return [numpy.asarray(Image.open(io.BytesIO(server.image(r))).convert("RGB"), dtype=int) for r in references]
+
+
+def totals(server):
+    return server.get("/compiled_graphs/registry")["totals"]
+
+
+def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(server, workflow):
+    shapes = [(128, 128, 1), (192, 96, 1), (96, 160, 2)]
+    for number, (width, height, batch) in enumerate(shapes):
+        before = totals(server)["compiles"]
+        ours = pixels(server, server.run(workflow(width, height, batch)))
+        assert totals(server)["compiles"] - before == (0 if number else 3)
+        theirs = pixels(server, server.run(workflow(width, height, batch, compiled=False)))
+        assert len(ours) == len(theirs) == batch
+        assert max(abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) <= 1
+        assert ours[0].std() > 5, "an image without content compares nothing"
+
+
+def test_the_node_tells_what_it_did(server, workflow):
+    outputs = server.run(workflow(seed=11))
+    assert re.fullmatch(r"3 regions, 3 compiled( \(3 from memory\))?, 0 eager, [\d.]+ s", outputs["2"]["text"][0]), (
+        outputs["2"]["text"]
+    )
+
+
+def test_the_registry_knows_workflow_and_role(server, workflow):
+    server.run(workflow(seed=12), workflow={"id": "11111111-2222-3333-4444-555555555555"})
+    server.run(workflow(seed=13, compiled=True))
+    report = server.get("/compiled_graphs/registry")
+    roles = report["workflows"]
+    assert len(roles) >= 1
+    role = next(iter(roles.values()))["roles"]["2:model"]
+    assert role["regions"] == role["compiled"] == 3
+    assert role["calls"] > 0
+    assert role["reasons"] == {}
+    assert set(role) <= set(report["totals"])
+    assert str(ROOT) not in json.dumps(report)
+
+
+def test_every_input_and_output_is_explained(server):
+    info = server.get("/object_info/CG_CompileModel")["CG_CompileModel"]
+    assert info["display_name"] == "Compile Model"
+    assert info["input"]["required"]["model"][0] == "MODEL"
+    assert info["output"] == ["MODEL"]
+    assert info["input"]["optional"]["backend"][0] == ["auto", "inductor", "eager"]
+    inputs = {**info["input"]["required"], **info["input"]["optional"]}
+    assert all(spec[1]["tooltip"] for spec in inputs.values())
+    assert info["description"]
+
+
+def test_bad_input_is_refused_by_name(server, workflow):
+    prompt = workflow()
+    prompt["2"]["inputs"]["backend"] = "nonsense"
+    with pytest.raises(PromptFailed, match="backend"):
+        server.run(prompt)
+
+
+def test_interrupting_a_prompt_leaves_the_queue_going(server, workflow):
+    running = server.queue(workflow(256, 256, 2, steps=200, seed=14))
+    while not server.get("/queue")["queue_running"]:
+        pass
+    server.post("/interrupt")
+    with contextlib.suppress(PromptFailed):  # older versions report an interrupted prompt as done
+        server.wait(running)
+    assert pixels(server, server.run(workflow(seed=15)))
+
+
+def test_the_frontend_module_is_served(server):
+    extensions = server.get("/extensions")
+    module = next((path for path in extensions if path.endswith("compiled_graphs.js")), None)
+    assert module
+    with urllib.request.urlopen(server.address + module) as answer:
+        assert b"registerExtension" in answer.read()
+
+
+def test_a_restart_compiles_nothing(server, start_server, workflow):
+    server.run(workflow(seed=16))
+    with start_server() as restarted:
+        outputs = restarted.run(workflow(seed=17))
+        assert "(3 from disk)" in outputs["2"]["text"][0]
+        assert totals(restarted)["compiles"] == 0
