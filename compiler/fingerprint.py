@@ -89,8 +89,13 @@ def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
             for name, t in group.items()
             if t is not None
         }
-        cls = type(child)
-        yield [path, f"{cls.__module__}.{cls.__qualname__}", settings, tensors]
+        yield [path, _name(type(child)), settings, tensors]
+
+
+def _name(item: Any) -> str:
+    """Return a class's or function's name. ComfyUI names an extension's modules by the folder they lie in."""
+    module = item.__module__ or "builtins"
+    return item.__qualname__ if "/" in module or "\\" in module else f"{module}.{item.__qualname__}"
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
@@ -106,7 +111,7 @@ def _plain(value: Any, depth: int = 6, objects: bool = False) -> Any:
     `objects` follows the attributes of objects as well.
     """
     if isinstance(value, enum.Enum):
-        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
+        return f"{_name(type(value))}.{value.name}"
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, numbers.Number | bytes):
@@ -126,8 +131,8 @@ def _plain(value: Any, depth: int = 6, objects: bool = False) -> Any:
     if depth and isinstance(value, dict):
         return {str(key): _plain(item, depth - 1, objects) for key, item in value.items()}
     if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
-        return f"{value.__module__}.{value.__qualname__}"
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
+        return _name(value)
+    name = _name(type(value))
     if objects and depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor):
         return [name, _plain(vars(value), depth - 1, objects)]
     return name
@@ -144,7 +149,7 @@ def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
             continue
         seen.add(item)
         if _is_outside(item, infrastructure):
-            records.add(f"{item.__module__}.{item.__qualname__}")
+            records.add(_name(item))
             if isinstance(item, types.FunctionType):
                 pending.extend(_enclosed_functions(item))
             continue
@@ -152,7 +157,7 @@ def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
             pending.extend([*item.__mro__[1:], *_foreign_methods(item)])
         else:
             pending.extend(_enclosed_functions(item))
-            records.add(f"{item.__module__}.{item.__qualname__} {_enclosed_values(item)!r}")
+            records.add(f"{_name(item)} {_enclosed_values(item)!r}")
         source = _read_source(item)
         records.add(source.text)
         literals.update(source.literals)
@@ -160,10 +165,17 @@ def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
         for name, value in _resolve(source.names, _namespace(item)):
             if isinstance(value, types.FunctionType | type):
                 pending.append(value)
-            elif not isinstance(value, types.ModuleType):
-                records.add(f"{item.__module__}:{name}={_plain(value)!r}")
+            elif _is_constant(name, value):
+                records.add(f"{_name(item)}: {name}={_plain(value)!r}")
     digest = hashlib.sha256("\n\n".join(sorted(records)).encode()).hexdigest()
     return Code(digest, frozenset(literals))
+
+
+def _is_constant(name: str, value: Any) -> bool:
+    """Whether a global is a setting of the code, and not a cache, a registry or the whole command line."""
+    if isinstance(value, types.ModuleType | argparse.Namespace):
+        return False
+    return not isinstance(value, dict | list | set) or name.rpartition(".")[2].isupper()
 
 
 def _is_outside(item: Any, infrastructure: tuple[str, ...]) -> bool:
@@ -214,7 +226,7 @@ class _Source:
 @lru_cache(maxsize=4096)
 def _read_source(item: Any) -> _Source:
     """Read a class or function: its text without comments, the dotted names and the strings in it."""
-    title = f"{item.__module__}.{item.__qualname__}"
+    title = _name(item)
     # The code object, not the function: inspect would look through functools.wraps to the wrapped one.
     readable = item.__code__ if isinstance(item, types.FunctionType) else item
     try:
@@ -266,7 +278,8 @@ def _resolve(names: tuple[tuple[str, ...], ...], namespace: dict[str, Any]) -> I
             continue
         value = namespace[chain[0]]
         for part in chain[1:]:
-            if not isinstance(value, types.ModuleType | argparse.Namespace) or not hasattr(value, part):
+            # Parsed options are a Namespace, or a dictionary that has its entries as attributes.
+            if not isinstance(value, types.ModuleType | argparse.Namespace | dict) or not hasattr(value, part):
                 break
             value = getattr(value, part)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ from torch.utils import _pytree as pytree
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 # What torch's PythonPrinter writes into size expressions.
+# A size that gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
+_SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
 _EXPRESSION_NAMES = {"__builtins__": {}, "math": math, "torch": torch, "max": max, "min": min, "round": round}
 
 
@@ -106,9 +109,12 @@ class GraphSpec:
             if len(spec.sizes) != len(shape):
                 return None
             for expected, size in zip(spec.sizes, shape, strict=True):
-                if isinstance(expected, str) and expected.isidentifier():
-                    if size < 1 or symbols.setdefault(expected, size) != size:
-                        return None
+                match = _SYMBOL.fullmatch(str(expected))
+                if match is None:
+                    continue
+                factor, name = int(match["factor"] or 1), match["name"]
+                if size < 1 or size % factor or symbols.setdefault(name, size // factor) != size // factor:
+                    return None
         return symbols
 
 

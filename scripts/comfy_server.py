@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,18 @@ BOOT_LIMIT = 180.0
 PROMPT_LIMIT = 900.0
 
 
+def install(place: Path) -> None:
+    """Put this extension where ComfyUI looks for it: a link, or a copy where links are not allowed."""
+    if place.is_symlink():
+        place.unlink()
+    elif place.exists():
+        shutil.rmtree(place)
+    try:
+        place.symlink_to(EXTENSION, target_is_directory=True)
+    except OSError:
+        shutil.copytree(EXTENSION, place, ignore=shutil.ignore_patterns(".*"))
+
+
 class PromptFailed(Exception):
     """ComfyUI refused a prompt or a node of it raised."""
 
@@ -26,7 +39,7 @@ class PromptFailed(Exception):
 class ComfyServer:
     """A ComfyUI process with a base folder of its own: models, outputs, user data and this extension."""
 
-    def __init__(self, comfyui: str, home: Path, arguments: tuple[str, ...] = (), extension: bool = True) -> None:
+    def __init__(self, comfyui: str, home: Path, arguments: tuple[str, ...] = ()) -> None:
         self.home = home
         self._comfyui = comfyui
         self._arguments = arguments
@@ -38,10 +51,8 @@ class ComfyServer:
         self.log = home / f"server-{self._port}.log"
         for folder in ("models/checkpoints", "models/loras", "custom_nodes", "input", "output", "temp", "user"):
             (home / folder).mkdir(parents=True, exist_ok=True)
-        link = home / "custom_nodes" / "compiled-graphs"
-        link.unlink(missing_ok=True)
-        if extension and EXTENSION.parent.name != "custom_nodes":
-            link.symlink_to(EXTENSION, target_is_directory=True)
+        if EXTENSION.parent.name != "custom_nodes":
+            install(home / "custom_nodes" / "compiled-graphs")
 
     def start(self) -> ComfyServer:
         """Start the server and wait until it answers. Raises RuntimeError with the end of its log if it does not."""

@@ -5,15 +5,17 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CG_HOME=${COMPILED_GRAPHS_HOME:-$ROOT/.quickstart}
 TORCH_VERSION=2.13.0
+BIN=bin
+[ "${OS:-}" != Windows_NT ] || BIN=Scripts
 
 say() { printf '== %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 pip() {
-    "$CG_HOME/venv/bin/python" -m pip install --disable-pip-version-check "$@" >"$CG_HOME/pip.log" 2>&1 && return
+    "$CG_HOME/venv/$BIN/python" -m pip install --disable-pip-version-check "$@" >"$CG_HOME/pip.log" 2>&1 && return
     [ "${CG_QUIET:-}" ] || tail -n 20 "$CG_HOME/pip.log" >&2
     return 1
 }
-imports() { "$CG_HOME/venv/bin/python" -c "import $1" >/dev/null 2>&1; }
+imports() { "$CG_HOME/venv/$BIN/python" -c "import $1" >/dev/null 2>&1; }
 
 make_venv() {
     local python=${PYTHON:-python3}
@@ -21,7 +23,7 @@ make_venv() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || fail "$python is too old: Python 3.10 or newer is needed; set PYTHON to one"
     mkdir -p "$CG_HOME"
     CG_HOME=$(cd "$CG_HOME" && pwd)
-    [ -x "$CG_HOME/venv/bin/python" ] && return
+    [ -x "$CG_HOME/venv/$BIN/python" ] && return
     say "making a virtual environment in $CG_HOME/venv"
     "$python" -m venv "$CG_HOME/venv" || fail "$python cannot make virtual environments: install its venv package (python3-venv)"
 }
@@ -37,7 +39,7 @@ install_torch() {
         return
     fi
     CG_QUIET=1 pip "torch==$TORCH_VERSION+cpu" && return
-    pip uv && "$CG_HOME/venv/bin/uv" pip install --quiet --python "$CG_HOME/venv/bin/python" --torch-backend cpu 'torch>=2.8' && return
+    pip uv && "$CG_HOME/venv/$BIN/uv" pip install --quiet --python "$CG_HOME/venv/$BIN/python" --torch-backend cpu 'torch>=2.8' && return
     fail "no CPU build of torch could be installed: install one into $CG_HOME/venv by hand and run this again"
 }
 
@@ -71,7 +73,7 @@ install_comfyui() {
     stamp=$CG_HOME/venv/comfyui.stamp
     [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
     # Nothing below may replace the torch that is there.
-    "$CG_HOME/venv/bin/python" -c 'import torch; print(f"torch=={torch.__version__}")' >"$CG_HOME/constraints.txt"
+    "$CG_HOME/venv/$BIN/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$CG_HOME/constraints.txt"
     pip 'setuptools<81' wheel
     if [ -n "$1" ]; then
         say "installing what ComfyUI in $1 needs"

@@ -7,4 +7,4 @@ make_venv
 install_torch
 comfyui=$(find_comfyui clone)
 install_comfyui "$comfyui"
-exec "$CG_HOME/venv/bin/python" "$ROOT/scripts/quickstart.py" --home "$CG_HOME" --comfyui "$comfyui" "$@"
+exec "$CG_HOME/venv/$BIN/python" "$ROOT/scripts/quickstart.py" --home "$CG_HOME" --comfyui "$comfyui" "$@"

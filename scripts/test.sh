@@ -9,4 +9,4 @@ comfyui=$(find_comfyui)
 install_comfyui "$comfyui"
 pip -e "$ROOT[test]" --no-build-isolation
 export COMFYUI_PATH=$comfyui COMPILED_GRAPHS_HOME=$CG_HOME
-exec "$CG_HOME/venv/bin/python" -m pytest -c "$ROOT/tests/pytest.ini" "$ROOT/tests" "$@"
+exec "$CG_HOME/venv/$BIN/python" -m pytest -c "$ROOT/tests/pytest.ini" "$ROOT/tests" "$@"

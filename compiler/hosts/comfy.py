@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -235,12 +236,21 @@ class _ModelForward:
     def current_call(self) -> ModelCall | None:
         """Return the running call as one that can be repeated at other sizes."""
         call = getattr(self._running, "call", None)
-        return None if call is None else lambda twin, sizes: _repeat(twin, call, sizes)
+        return None if call is None else lambda twin, sizes: _repeat(twin, *call, sizes)
 
 
-def _repeat(twin: nn.Module, call: tuple[tuple, dict], sizes: Sizes) -> Any:
-    """Repeat a call of a network with empty tensors of other sizes and without patches."""
-    args, kwargs = call
+def _repeat(twin: nn.Module, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
+    """Repeat a call of a network at other sizes; if it bears no other batch than its own, at that one."""
+    # Stable Video Diffusion has its frames in the batch, and their number as an argument.
+    frames = kwargs.get("num_video_frames") or 1
+    try:
+        _call_resized(twin, args, kwargs, sizes, sizes.batch * frames)
+    except Exception:
+        _call_resized(twin, args, kwargs, sizes, args[0].shape[0])
+
+
+def _call_resized(twin: nn.Module, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
+    """Call a network with empty tensors in place of a call's own, and without patches."""
     kwargs = {name: value for name, value in kwargs.items() if name not in ("control", "transformer_options")}
     latent = args[0]
     context = kwargs.get("context")
@@ -252,7 +262,7 @@ def _repeat(twin: nn.Module, call: tuple[tuple, dict], sizes: Sizes) -> Any:
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
         if shape and shape[0] == latent.shape[0]:
-            shape[0] = sizes.batch
+            shape[0] = batch
         if tensor.ndim == latent.ndim:
             shape[2:] = area
         elif tensor.ndim in (2, 3) and tokens is not None and shape[1] == tokens:
@@ -260,7 +270,7 @@ def _repeat(twin: nn.Module, call: tuple[tuple, dict], sizes: Sizes) -> Any:
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
-    return twin(*args, transformer_options={}, **kwargs)
+    twin(*args, transformer_options={}, **kwargs)
 
 
 def _synthetic_call(patcher: Any) -> ModelCall:
@@ -269,12 +279,18 @@ def _synthetic_call(patcher: Any) -> ModelCall:
     Conditioning goes through the model's own `extra_conds` (`comfy.model_base.BaseModel`), so each
     architecture gets its own inputs. The widths of text and pooled embeddings are read off its config.
     """
-    model = patcher.model
-    device = patcher.load_device
-    config = model.model_config.unet_config
+    model, device = patcher.model, patcher.load_device
 
     def call(network: nn.Module, sizes: Sizes) -> None:
-        _apply(_base_around(model, network), device, sizes, _text_width(config), _pooled_width(config))
+        config = model.model_config.unet_config
+        widths = _text_width(config), _pooled_width(config)
+        try:
+            _apply(_base_around(model, network), device, sizes, *widths)
+        except Exception:
+            if _latent_dimensions(model) < 3:
+                raise
+            # An image model on video latents takes one frame.
+            _apply(_base_around(model, network), device, replace(sizes, frames=1), *widths)
 
     return call
 
@@ -292,8 +308,7 @@ def _base_around(model: nn.Module, network: nn.Module) -> nn.Module:
 
 
 def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, pooled_width: int) -> None:
-    dimensions = getattr(base.latent_format, "latent_dimensions", 2)
-    area = (sizes.frames, sizes.height, sizes.width)[-dimensions:]
+    area = (sizes.frames, sizes.height, sizes.width)[-_latent_dimensions(base) :]
     latent = torch.empty((sizes.batch, base.latent_format.latent_channels, *area), device=device)
     conditions = base.extra_conds(
         noise=latent,
@@ -312,6 +327,10 @@ def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, poole
         for name, condition in conditions.items()
     }
     base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), transformer_options={}, **inputs)
+
+
+def _latent_dimensions(model: nn.Module) -> int:
+    return getattr(model.latent_format, "latent_dimensions", 2)
 
 
 def _text_width(config: Mapping[str, Any]) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import enum
@@ -74,7 +75,7 @@ class Block(Base):
 def load(tmp_path, monkeypatch):
     """Import a version of the source above, as a restart after an edit would."""
 
-    def run(*edits):
+    def run(*edits, name="edited_blocks"):
         text = SOURCE
         for old, new in edits:
             assert old in text
@@ -83,9 +84,9 @@ def load(tmp_path, monkeypatch):
         folder.mkdir()
         path = folder / "edited_blocks.py"
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location("edited_blocks", path)
+        spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "edited_blocks", module)
+        monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
         return module
 
@@ -147,6 +148,40 @@ def test_an_edit_of_what_a_region_computes_changes_it(load, edit):
 )
 def test_an_edit_of_anything_else_keeps_it(load, edit):
     assert of(load(edit).Block()) == of(load().Block())
+
+
+class Options(dict):
+    """Parsed options as some ComfyUI builds have them."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [Options, argparse.Namespace])
+def test_of_a_command_line_only_the_options_that_code_reads_matter(load, kind):
+    reading = ("return x * SCALE", "return x * SCALE * (2 if options_of_host.upcast else 1)")
+
+    def block(**options):
+        module = load(reading)
+        module.options_of_host = kind(**options)
+        return of(module.Block())
+
+    assert block(upcast=True, port=8188) == block(upcast=True, port=9000)
+    assert block(upcast=True, port=8188) != block(upcast=False, port=8188)
+
+
+def test_what_code_remembers_in_a_global_does_not_matter(load):
+    module = load(("return x * SCALE", "seen[x.shape] = 1; return x * SCALE"))
+    module.seen = {}
+    before = of(module.Block())
+    module.seen["a"] = 1
+    assert of(module.Block()) == before
+
+
+@pytest.mark.parametrize("folder", ["/opt/comfy/custom_nodes/blocks", "C:\\\\comfy\\\\custom_nodes\\\\My Blocks"])
+def test_the_folder_of_an_extension_does_not_matter(load, folder):
+    here = load(name="/home/me/custom_nodes/blocks.model")
+    there = load(name=f"{folder}.model")
+    assert of(here.Block()) == of(there.Block())
 
 
 def test_a_helper_replaced_by_an_extension_changes_it(load):

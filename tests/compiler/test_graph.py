@@ -63,7 +63,15 @@ def test_a_guard_that_cannot_be_evaluated_does_not_fit(guard):
 
 
 def test_an_expression_over_a_symbol_no_input_names_does_not_fit():
-    assert not spec(("2*s0",)).fits([(4,)])
+    assert not spec(("s0 + 2",)).fits([(4,)])
+
+
+def test_a_multiple_of_a_symbol_gives_it_its_value():
+    folded = spec(("3*s0", "s0"))
+    assert folded.fits([(6, 2)])
+    assert not folded.fits([(6, 3)])
+    assert not folded.fits([(7, 2)])
+    assert folded.symbols_at_one([(3, 1)]) == {"s0"}
 
 
 def test_guards_cannot_reach_builtins():

@@ -10,7 +10,6 @@ import urllib.request
 from pathlib import Path
 
 import numpy
-import pytest
 from comfy_server import PromptFailed
 from PIL import Image
 
@@ -70,11 +69,14 @@ def test_every_input_and_output_is_explained(server):
     assert info["description"]
 
 
-def test_bad_input_is_refused_by_name(server, workflow):
+def test_a_backend_that_does_not_exist_is_named(server, workflow):
     prompt = workflow()
     prompt["2"]["inputs"]["backend"] = "nonsense"
-    with pytest.raises(PromptFailed, match="backend"):
-        server.run(prompt)
+    try:
+        said = server.run(prompt)["2"]["text"][0]
+    except PromptFailed as refused:  # newer versions check optional inputs themselves
+        said = str(refused)
+    assert "nonsense" in said
 
 
 def test_interrupting_a_prompt_leaves_the_queue_going(server, workflow):

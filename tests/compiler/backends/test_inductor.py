@@ -94,9 +94,10 @@ def test_without_a_compiler_one_sentence_says_how_to_get_one(monkeypatch, error)
     assert "CXX" in reason
 
 
-def test_a_compiler_that_does_not_exist_counts_as_none(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    assert "C++ compiler" in BACKEND.available(CPU)
+def test_a_compiler_that_does_not_exist_counts_as_none():
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "C++ compiler" in BACKEND.available(CPU)
+    assert BACKEND.available(CPU) is None
 
 
 def test_without_python_headers_one_sentence_says_how_to_get_them(monkeypatch, tmp_path):
