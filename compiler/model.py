@@ -46,6 +46,8 @@ class Summary:
     regions: int
     """Kinds of region: blocks of equal code and shapes are one."""
     compiled: int
+    variants: int
+    """Graphs in use: a kind has one per structure of call."""
     eager: int
     waiting: int
     """Kinds that are compiled when the model first calls them."""
@@ -138,9 +140,10 @@ class CompiledModel:
         standings = [_standing(kind) for kind in self._kinds.values()]
         return Summary(
             regions=len(standings),
-            compiled=sum(standing.serves for standing in standings),
-            eager=sum(bool(standing.reasons) and not standing.serves for standing in standings),
-            waiting=sum(not standing.reasons and not standing.serves for standing in standings),
+            compiled=sum(standing.graphs > 0 for standing in standings),
+            variants=sum(standing.graphs for standing in standings),
+            eager=sum(bool(standing.reasons) and not standing.graphs for standing in standings),
+            waiting=sum(not standing.reasons and not standing.graphs for standing in standings),
             from_memory=self.counters.from_memory,
             from_disk=self.counters.from_disk,
             seconds=self.counters.seconds,
@@ -188,15 +191,15 @@ class CompiledModel:
 
 @dataclass(frozen=True)
 class _Standing:
-    serves: bool
-    """Whether any graph of the kind is in use."""
+    graphs: int
+    """Graphs of the kind that are in use."""
     reasons: tuple[str, ...]
 
 
 def _standing(kind: RegionKind) -> _Standing:
     entries = [entry for entries in kind.graphs.values() for entry in entries]
     reasons = [kind.closed, *kind.refusals.values(), *(entry.retired for entry in entries)]
-    return _Standing(any(not entry.retired for entry in entries), tuple(reason for reason in reasons if reason))
+    return _Standing(sum(not entry.retired for entry in entries), tuple(reason for reason in reasons if reason))
 
 
 def _one_line(error: BaseException) -> str:

@@ -107,7 +107,7 @@ class Registry:
             }
         regions = {
             key: sum(role[key] for w in workflows.values() for role in w["roles"].values())
-            for key in ("regions", "compiled", "eager")
+            for key in ("regions", "compiled", "variants", "eager")
         }
         return {"workflows": workflows, "totals": regions | _counts(totals)}
 
@@ -173,6 +173,7 @@ def _role_report(role: Role) -> dict[str, Any]:
     gauges = {
         "regions": summary.regions if summary else 0,
         "compiled": summary.compiled if summary else 0,
+        "variants": summary.variants if summary else 0,
         "eager": summary.eager if summary else 0,
     }
     return gauges | _counts(role.counters)

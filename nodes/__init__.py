@@ -3,7 +3,5 @@
 from . import routes
 from .compile_model import CompileModel
 
-NODE_CLASS_MAPPINGS = {"CG_CompileModel": CompileModel}
+NODE_CLASS_MAPPINGS = {"CG_CompileModel": CompileModel} if routes.register() else {}
 NODE_DISPLAY_NAME_MAPPINGS = {"CG_CompileModel": "Compile Model"}
-
-routes.register()

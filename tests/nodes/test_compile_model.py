@@ -97,6 +97,18 @@ def test_the_frontend_module_is_served(server):
         assert b"registerExtension" in answer.read()
 
 
+def test_installed_twice_it_works_once(home, start_server, workflow):
+    second = home / "custom_nodes" / "compiled-graphs-copy"
+    second.symlink_to(ROOT, target_is_directory=True)
+    try:
+        with start_server() as both:
+            assert "3 compiled" in both.run(workflow(seed=18))["2"]["text"][0]
+            assert totals(both)["calls"] > 0
+            assert "installed twice" in both.log.read_text()
+    finally:
+        second.unlink()
+
+
 def test_a_restart_compiles_nothing(server, start_server, workflow):
     server.run(workflow(seed=16))
     with start_server() as restarted:

@@ -19,12 +19,12 @@ if COMFYUI:
     sys.path.insert(0, COMFYUI)
 _arguments, sys.argv = sys.argv, sys.argv[:1]  # ComfyUI parses the command line on import
 import comfy.cli_args  # noqa: E402
+import torch  # noqa: E402
 
-comfy.cli_args.args.cpu = True
+comfy.cli_args.args.cpu = not torch.cuda.is_available()
 import comfy.model_management  # noqa: E402
 import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
-import torch  # noqa: E402
 
 sys.argv = _arguments
 

@@ -14,6 +14,8 @@ from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts import comfy as host
 
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
+"""Relative error of a sampled latent; GPUs sample in half precision."""
 MODELS = ["tiny_sd15", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
 
 
@@ -21,7 +23,7 @@ def compile_eager(model, **options):
     return host.compile_model(model, "eager", **options)
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 1e-4) -> None:
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, bound: float = BOUND) -> None:
     assert ours.isfinite().all()
     error = ((ours - theirs).norm() / theirs.norm()).item()
     assert error <= bound, f"relative error {error:.1e}"
@@ -90,7 +92,7 @@ def test_a_lora_needs_no_compile_and_is_applied(order, load, sample, registry):
             ours = sample(lora(compiled, strength) if order == "after" else compile_eager(patched)[0], "tiny_sd15")
             assert_same(ours, theirs)
             assert (ours - plain).norm() > 1e-3 * plain.norm()
-        assert_same(sample(compiled, "tiny_sd15"), plain, 1e-6)
+        assert_same(sample(compiled, "tiny_sd15"), plain, BOUND / 100)
 
 
 def test_the_original_and_other_clones_stay_eager(load, sample, registry):
@@ -188,14 +190,14 @@ def test_patches_between_regions_leave_every_region_compiled(load, sample, regis
 
 def step_with_little_memory(model) -> torch.Tensor:
     """One step of a model of which ComfyUI has loaded next to nothing."""
-    cpu = torch.device("cpu")
+    device, cpu = model.load_device, torch.device("cpu")
     if hasattr(model, "patch_model_lowvram"):
         pytest.skip("this ComfyUI adds the LoRA to its own weights at each call when it streams on a CPU")
-    model.patch_model(cpu, lowvram_model_memory=1)
+    model.patch_model(device, lowvram_model_memory=1)
     generator = torch.Generator().manual_seed(4)
-    x, context = (torch.randn(shape, generator=generator) for shape in ((2, 4, 8, 12), (2, 77, 768)))
+    x, context = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 4, 8, 12), (2, 77, 768)))
     with torch.inference_mode():
-        out = model.model.apply_model(x, torch.ones(2), c_crossattn=context, transformer_options={})
+        out = model.model.apply_model(x, torch.ones(2, device=device), c_crossattn=context, transformer_options={})
     model.unpatch_model(cpu)
     return out
 
@@ -204,10 +206,12 @@ def test_weights_that_comfyui_patches_on_the_fly_run_eagerly_with_the_reason(loa
     model = load("tiny_sd15")
     compiled, _ = compile_eager(model)
     assert_same(step_with_little_memory(lora(compiled)), step_with_little_memory(lora(model)))
-    reasons = registry.report()["workflows"][""]["roles"][":model"]["reasons"]
-    assert set(reasons) == {"weights changed on the fly (weight_function)"}
+    patched = registry.report()["workflows"][""]["roles"][":model"]["reasons"]
+    assert set(patched) == {"weights changed on the fly (weight_function)"}
     assert_same(step_with_little_memory(compiled), step_with_little_memory(model))
-    assert registry.report()["workflows"][""]["roles"][":model"]["reasons"] == reasons
+    streamed = registry.report()["workflows"][""]["roles"][":model"]["reasons"].keys() - patched.keys()
+    on_gpu = model.load_device.type == "cuda"
+    assert streamed == ({f"weights on cpu while the model runs on {model.load_device}"} if on_gpu else set())
 
 
 def test_cancel_works_between_regions_and_keeps_what_is_done(load, registry, monkeypatch):
