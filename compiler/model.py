@@ -95,9 +95,9 @@ class CompiledModel:
         self._on_change = on_change
         self._fingerprints: dict[str, str] = {}
         for region in regions:
-            identity = self._fingerprints[region.path] = fingerprint(region.module, host)
-            if identity not in self._kinds:
-                self._kinds[identity] = RegionKind.of(region.module, identity, host, device)
+            kind = self._describe(region)
+            self._fingerprints[region.path] = kind.fingerprint
+            self._kinds.setdefault(kind.fingerprint, kind)
 
     def forwards(self) -> dict[str, RegionForward]:
         """Return what takes the place of each region's `forward`, by path.
@@ -149,6 +149,13 @@ class CompiledModel:
             seconds=self.counters.seconds,
             reasons=tuple(dict.fromkeys(reason for standing in standings for reason in standing.reasons)),
         )
+
+    def _describe(self, region: Region) -> RegionKind:
+        try:
+            return RegionKind.of(region.module, fingerprint(region.module, self._host), self._host, self._device)
+        except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
+            reason = f"a block that cannot be described ({_one_line(error)})"
+            return RegionKind(type(region.module), region.path, frozenset(), {}, self._device.type, closed=reason)
 
     def _wanted(self, call: ModelCall) -> list[Variant]:
         model = self._model()

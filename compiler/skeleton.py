@@ -37,7 +37,7 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
 
 def _own(value: Any) -> Any:
     """A block that remembers things in a container must not remember what a trace put there."""
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
+    return copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
 
 
 def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Module]) -> nn.Module:

@@ -131,7 +131,7 @@ def compile_model(
     regions, taken = _free_regions(clone, network)
     if not regions:
         return patcher, f"not compiled: {type(network).__name__} has no block that repeats{_taken_text(taken)}"
-    model_forward = _ModelForward(network, clone.object_patches.get("diffusion_model.forward"))
+    model_forward = _ModelForward(network, _foreign_forward(clone, network))
     compiled = CompiledModel(
         network,
         regions,
@@ -196,6 +196,16 @@ def _is_free(clone: Any, region: Region) -> bool:
         return type(patch).__name__ == "RegionForward"  # an earlier Compile Model; the later node decides
     # A patch of another clone that is loaded just now goes out before this one is sampled.
     return name in clone.object_patches_backup or HOST.module_is_clean(region.module)
+
+
+def _foreign_forward(clone: Any, network: nn.Module) -> Callable | None:
+    """Return what another extension has put in the place of the network's `forward`, as a patch or directly."""
+    name = "diffusion_model.forward"
+    if name in clone.object_patches:
+        return clone.object_patches[name]
+    if name in clone.object_patches_backup or HOST.module_is_clean(network):
+        return None
+    return network.__dict__["forward"]
 
 
 def _progress(node_id: str) -> Callable[[Progress], None]:

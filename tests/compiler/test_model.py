@@ -386,3 +386,20 @@ def test_a_region_whose_sizes_cannot_be_told_apart_does_not_keep_others_from_com
     network.second(torch.randn(2, 2, WIDTH), unused=torch.randn(4))
     (reason,) = compiled.counters.eager_calls
     assert "sizes that cannot be told apart" in reason
+
+
+class Unreadable(dict):
+    def items(self):
+        raise RuntimeError("not for reading")
+
+
+def test_a_block_that_cannot_be_described_runs_eagerly_with_the_reason(registry):
+    network = transformer()
+    x = network.inputs(sizes())[0]
+    expected = network(x)
+    network.blocks[0].secret = Unreadable()
+    compiled = compile_network(network, registry)
+    assert torch.allclose(network(x), expected, atol=1e-5)
+    assert compiled.summary().compiled == 1
+    (reason,) = compiled.counters.eager_calls
+    assert reason.startswith("a block that cannot be described (RuntimeError")

@@ -278,6 +278,16 @@ def test_a_forward_that_another_extension_replaced_is_left_alone(load, sample, r
     assert_same(sample(compiled, "tiny_sd15"), sample(model, "tiny_sd15"))
 
 
+def test_a_network_forward_that_another_extension_replaced_keeps_running(load, sample, registry):
+    model = load("tiny_sd15")
+    network = model.model.diffusion_model
+    network.forward = lambda *args, **kwargs: type(network).forward(network, *args, **kwargs) * 0.5
+    compiled, _ = compile_eager(model)
+    assert_same(sample(compiled, "tiny_sd15"), sample(model, "tiny_sd15"))
+    comfy.model_management.unload_all_models()
+    del network.forward
+
+
 def test_a_model_that_cannot_be_called_ahead_compiles_at_its_first_step(load, sample, registry, monkeypatch):
     model = load("tiny_sd15")
     monkeypatch.setattr(type(model.model), "extra_conds", lambda self, **kwargs: {}, raising=True)
