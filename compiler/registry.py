@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,10 +19,10 @@ from . import attention
 from .backends.base import Backend
 from .counters import Counters, totals
 from .graph import CompiledGraph
+from .graph_file import StoredGraph
 from .host import Host
 from .jobs import CompileJobs
 from .signature import graph_key
-from .store import StoredGraph
 from .trace import Variant, export_region
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ class Registry:
         if entry := self._find(key):
             counters.add("from_memory")
             return entry, "memory"
-        return self.run(variant.region, lambda: self._load_or_compile(key, variant, backend, host, counters))
+        return self.run(
+            variant.region, lambda: self._load_or_compile(key, environment, variant, backend, host, counters)
+        )
 
     def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
         """Say that a role of a workflow is now played by this model."""
@@ -112,7 +114,13 @@ class Registry:
         return {"workflows": workflows, "totals": regions | _counts(totals)}
 
     def _load_or_compile(
-        self, key: str, variant: Variant, backend: Backend, host: Host, counters: Counters
+        self,
+        key: str,
+        environment: Mapping[str, str],
+        variant: Variant,
+        backend: Backend,
+        host: Host,
+        counters: Counters,
     ) -> tuple[GraphEntry, str]:
         if entry := self._find(key):
             counters.add("from_memory")
@@ -127,14 +135,14 @@ class Registry:
             executable = backend.compile(exported)
             counters.add("compiles")
             graph = CompiledGraph(key, backend.name, exported.spec, executable)
-            self._put(graph)
+            self._put(graph, environment)
             return self._keep(graph), "compiled"
         finally:
             counters.add("seconds", time.perf_counter() - start)
 
     def _load(self, key: str, backend: Backend) -> CompiledGraph | None:
         stored = self.store.get(key) if self.store else None
-        if stored is None or stored.key != key or stored.backend != backend.name:
+        if stored is None or stored.backend != backend.name:
             return None
         try:
             return CompiledGraph(key, backend.name, stored.spec, backend.load(stored.executable, stored.spec))
@@ -142,15 +150,14 @@ class Registry:
             log.warning("A stored graph of %s could not be loaded (%r); compiling it.", stored.spec.region, error)
             return None
 
-    def _put(self, graph: CompiledGraph) -> None:
+    def _put(self, graph: CompiledGraph, environment: Mapping[str, str]) -> None:
         if self.store is None:
             return
         try:
             data = graph.executable.to_bytes()
-        except Exception as error:  # a graph that cannot be saved still runs
+            self.store.put(StoredGraph(graph.key, graph.backend, environment, graph.spec, data))
+        except Exception as error:  # a graph that cannot be kept still runs
             log.warning("The graph of %s cannot be kept for the next start: %r", graph.spec.region, error)
-            return
-        self.store.put(StoredGraph(graph.key, graph.backend, graph.spec, data))
 
     def _find(self, key: str) -> GraphEntry | None:
         with self._lock:

@@ -60,6 +60,7 @@ class ComfyServer:
             "OTEL_SDK_DISABLED": "true",
             "HF_HUB_OFFLINE": "1",
             "COMPILED_GRAPHS_STORE": str(self.home / "graphs"),
+            "COMPILED_GRAPHS_TRUST": str(self.home / "trust"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),
             "PYTHONUNBUFFERED": "1",
         }

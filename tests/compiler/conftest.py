@@ -12,6 +12,11 @@ def _inference():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _own_key(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path_factory.mktemp("trust")))
+
+
 @pytest.fixture
 def registry():
     return Registry()
