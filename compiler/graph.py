@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -135,10 +135,16 @@ class Executable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraph:
-    """An executable with its key and contract. Holds no weights."""
+    """An executable with its contract and what it was made for. Holds no weights."""
 
     key: str
+    fingerprint: str
+    """Of the kind of region."""
+    structure: str
+    """Text of the calls' structure."""
     backend: str
+    environment: Mapping[str, str]
+    """What the executable was built for, as `Backend.environment` gave it."""
     spec: GraphSpec
     executable: Executable
 

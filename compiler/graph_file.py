@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as read_container
 from safetensors.numpy import save as write_container
 
-from .graph import GraphSpec, InputSpec, WeightSpec
+from .backends.base import Backend
+from .graph import CompiledGraph, GraphSpec, InputSpec, WeightSpec
 from .trust import Trust
 
 FORMAT = 1
@@ -45,11 +46,27 @@ class StoredGraph:
     """A graph as it lies on disk."""
 
     key: str
+    fingerprint: str
+    structure: str
     backend: str
     environment: Mapping[str, str]
-    """What the executable was built for, as `Backend.environment` gave it."""
     spec: GraphSpec
     executable: bytes
+
+    @classmethod
+    def of(cls, graph: CompiledGraph) -> StoredGraph:
+        """Return a compiled graph as it is stored. Raises what the backend raises if it cannot be."""
+        executable = graph.executable.to_bytes()
+        return cls(
+            graph.key, graph.fingerprint, graph.structure, graph.backend, graph.environment, graph.spec, executable
+        )
+
+    def load(self, backend: Backend) -> CompiledGraph:
+        """Return the graph ready to run. Runs native code from `executable`, and raises what torch makes of it."""
+        executable = backend.load(self.executable, self.spec)
+        return CompiledGraph(
+            self.key, self.fingerprint, self.structure, self.backend, self.environment, self.spec, executable
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,8 @@ class Entry:
     """One graph of a manifest."""
 
     key: str
+    fingerprint: str
+    structure: str
     backend: str
     environment: Mapping[str, str]
     spec: GraphSpec
@@ -73,6 +92,8 @@ def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
     entries = [
         {
             "key": graph.key,
+            "fingerprint": graph.fingerprint,
+            "structure": graph.structure,
             "backend": graph.backend,
             "environment": dict(graph.environment),
             "spec": asdict(graph.spec),
@@ -118,7 +139,9 @@ def _open(entry: Entry, blobs: Mapping[str, bytes]) -> StoredGraph:
     executable = unpacker.decompress(blob, entry.size + 1)
     if len(executable) != entry.size or not unpacker.eof:
         raise GraphFileError(f"the file is damaged (the graph of {entry.spec.region} has another size)")
-    return StoredGraph(entry.key, entry.backend, entry.environment, entry.spec, executable)
+    return StoredGraph(
+        entry.key, entry.fingerprint, entry.structure, entry.backend, entry.environment, entry.spec, executable
+    )
 
 
 def _metadata(data: bytes) -> dict[str, str]:
@@ -154,6 +177,8 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
         raise ValueError(f"a graph of {size!r} bytes")
     return Entry(
         key=str(fields["key"]),
+        fingerprint=str(fields["fingerprint"]),
+        structure=str(fields["structure"]),
         backend=str(fields["backend"]),
         environment={str(name): str(value) for name, value in fields["environment"].items()},
         spec=GraphSpec(weights=weights, inputs=inputs, **_tuples(spec)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from .backends.base import Backend
 from .counters import Counters, totals
 from .dispatch import RegionForward, RegionKind
 from .fingerprint import fingerprint
+from .graph import CompiledGraph
+from .graph_file import StoredGraph
 from .host import Host
 from .probe import ModelCall, wanted_variants
 from .region import Region
@@ -53,6 +55,8 @@ class Summary:
     """Kinds that are compiled when the model first calls them."""
     from_memory: int
     from_disk: int
+    from_file: int
+    compiles: int
     seconds: float
     reasons: tuple[str, ...]
 
@@ -118,6 +122,31 @@ class CompiledModel:
             for path, identity in self._fingerprints.items()
         }
 
+    def load(self, stored: Iterable[StoredGraph]) -> list[str]:
+        """Use graphs from a file for the regions they were made for, without looking at a call.
+
+        Returns a sentence for each graph that fits a region but cannot serve here.
+        """
+        environment = self._backend.environment(self._device)
+        refused = []
+        for graph in stored:
+            kind = self._kinds.get(graph.fingerprint)
+            if kind is None or kind.closed:
+                continue
+            if different := _difference(graph.environment, environment):
+                refused.append(f"the graph of {graph.spec.region} was made for {different}")
+                continue
+            try:
+                kind.serve(graph.structure, self._registry.adopt(graph, self._backend, self.counters))
+            except Exception as error:
+                refused.append(f"the graph of {graph.spec.region} cannot be loaded ({_one_line(error)})")
+        return refused
+
+    def graphs(self) -> list[CompiledGraph]:
+        """Return the graphs in use, each once."""
+        entries = [e for kind in self._kinds.values() for entries in kind.graphs.values() for e in entries]
+        return list({entry.graph.key: entry.graph for entry in entries if not entry.retired}.values())
+
     def prepare(self, call: ModelCall, on_progress: OnProgress = lambda progress: None) -> None:
         """Provide the graphs that a call of the model will use: from memory, the store, or compiled now.
 
@@ -130,7 +159,7 @@ class CompiledModel:
         except Exception as error:
             raise CannotCallAhead(_one_line(error)) from error
         self.counters.add("seconds", time.perf_counter() - start)
-        variants = [variant for variant in variants if not self._kinds[variant.fingerprint].closed]
+        variants = [variant for variant in variants if self._is_missing(variant)]
         for done, variant in enumerate(variants):
             self._host.check_cancelled()
             on_progress(self._provide(variant, done, len(variants)))
@@ -146,6 +175,8 @@ class CompiledModel:
             waiting=sum(not standing.reasons and not standing.graphs for standing in standings),
             from_memory=self.counters.from_memory,
             from_disk=self.counters.from_disk,
+            from_file=self.counters.from_file,
+            compiles=self.counters.compiles,
             seconds=self.counters.seconds,
             reasons=tuple(dict.fromkeys(reason for standing in standings for reason in standing.reasons)),
         )
@@ -161,6 +192,10 @@ class CompiledModel:
         model = self._model()
         regions = {Region(path, model.get_submodule(path)): known for path, known in self._fingerprints.items()}
         return wanted_variants(model, regions, self._device, self._host, call)
+
+    def _is_missing(self, variant: Variant) -> bool:
+        kind = self._kinds[variant.fingerprint]
+        return not kind.closed and variant.structure.text not in kind.graphs
 
     def _provide(self, variant: Variant, done: int = 0, total: int = 1) -> Progress:
         kind = self._kinds[variant.fingerprint]
@@ -186,8 +221,7 @@ class CompiledModel:
         except Exception as error:
             return f"its sizes cannot be told apart from data ({_one_line(error)})"
         for variant in variants:
-            known = self._kinds[variant.fingerprint]
-            if variant.structure.text not in known.graphs and variant.structure.text not in known.refusals:
+            if self._is_missing(variant) and variant.structure.text not in self._kinds[variant.fingerprint].refusals:
                 self._host.check_cancelled()
                 self._provide(variant)
         self._on_change()
@@ -207,6 +241,14 @@ def _standing(kind: RegionKind) -> _Standing:
     entries = [entry for entries in kind.graphs.values() for entry in entries]
     reasons = [kind.closed, *kind.refusals.values(), *(entry.retired for entry in entries)]
     return _Standing(sum(not entry.retired for entry in entries), tuple(reason for reason in reasons if reason))
+
+
+def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Name the first field in which two environments differ, or return nothing."""
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            return f"{name} {theirs.get(name, 'none')}, and this is {ours.get(name, 'none')}"
+    return ""
 
 
 def _one_line(error: BaseException) -> str:

@@ -91,6 +91,21 @@ class Registry:
             variant.region, lambda: self._load_or_compile(key, environment, variant, backend, host, counters)
         )
 
+    def adopt(self, stored: StoredGraph, backend: Backend, counters: Counters) -> GraphEntry:
+        """Return the entry for a graph read from a file, loading it unless memory has it.
+
+        Raises what torch makes of bytes it does not like.
+        """
+        if entry := self._find(stored.key):
+            counters.add("from_memory")
+            return entry
+        attention.register_operator()
+        start = time.perf_counter()
+        graph = self.run(stored.spec.region, lambda: stored.load(backend))
+        counters.add("from_file")
+        counters.add("seconds", time.perf_counter() - start)
+        return self._keep(graph)
+
     def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
         """Say that a role of a workflow is now played by this model."""
         with self._lock:
@@ -134,8 +149,10 @@ class Registry:
             exported = export_region(variant, host)
             executable = backend.compile(exported)
             counters.add("compiles")
-            graph = CompiledGraph(key, backend.name, exported.spec, executable)
-            self._put(graph, environment)
+            graph = CompiledGraph(
+                key, variant.fingerprint, variant.structure.text, backend.name, environment, exported.spec, executable
+            )
+            self._put(graph)
             return self._keep(graph), "compiled"
         finally:
             counters.add("seconds", time.perf_counter() - start)
@@ -145,17 +162,16 @@ class Registry:
         if stored is None or stored.backend != backend.name:
             return None
         try:
-            return CompiledGraph(key, backend.name, stored.spec, backend.load(stored.executable, stored.spec))
+            return stored.load(backend)
         except Exception as error:  # whatever torch makes of bytes it does not like
             log.warning("A stored graph of %s could not be loaded (%r); compiling it.", stored.spec.region, error)
             return None
 
-    def _put(self, graph: CompiledGraph, environment: Mapping[str, str]) -> None:
+    def _put(self, graph: CompiledGraph) -> None:
         if self.store is None:
             return
         try:
-            data = graph.executable.to_bytes()
-            self.store.put(StoredGraph(graph.key, graph.backend, environment, graph.spec, data))
+            self.store.put(StoredGraph.of(graph))
         except Exception as error:  # a graph that cannot be kept still runs
             log.warning("The graph of %s cannot be kept for the next start: %r", graph.spec.region, error)
 

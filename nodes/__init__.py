@@ -1,7 +1,17 @@
 """The nodes a person drags. One module per family; what they do is in `compiler.hosts.comfy`."""
 
-from . import routes
+from . import graph_files, routes
 from .compile_model import CompileModel
+from .graph_files import LoadGraph, SaveGraph
 
-NODE_CLASS_MAPPINGS = {"CG_CompileModel": CompileModel} if routes.register() else {}
-NODE_DISPLAY_NAME_MAPPINGS = {"CG_CompileModel": "Compile Model"}
+_NODES = {
+    "CG_CompileModel": (CompileModel, "Compile Model"),
+    "CG_SaveGraph": (SaveGraph, "Save Graph"),
+    "CG_LoadGraph": (LoadGraph, "Load Graph"),
+}
+
+graph_files.register_folder()
+_IS_FIRST_COPY = routes.register()
+
+NODE_CLASS_MAPPINGS = {name: cls for name, (cls, _) in _NODES.items()} if _IS_FIRST_COPY else {}
+NODE_DISPLAY_NAME_MAPPINGS = {name: title for name, (_, title) in _NODES.items()}

@@ -14,9 +14,19 @@ EVENT = "compiled_graphs.status"
 """Websocket event `{"node": id, "text": text}`; `web/compiled_graphs.js` listens."""
 
 
+class _Any(str):
+    """A socket type that equals every other, as ComfyUI compares them."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+ANY = _Any("*")
+
+
 def show(node_id: str, text: str) -> None:
     """Show a text on a node, wherever the frontend is."""
-    log.info("Compile Model %s: %s", node_id, text)
+    log.info("Node %s: %s", node_id, text)
     try:
         from server import PromptServer
     except ImportError:

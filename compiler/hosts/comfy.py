@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -25,6 +25,8 @@ from torch.utils import _pytree as pytree
 
 from ..attention import opaque_attention
 from ..backends import choose_backend
+from ..graph import CompiledGraph
+from ..graph_file import StoredGraph
 from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall, Sizes
@@ -113,12 +115,16 @@ def compile_model(
     workflow: str = "",
     node_id: str = "",
     on_change: Callable[[str], None] = lambda text: None,
+    graphs: Sequence[StoredGraph] = (),
+    source: str = "",
 ) -> tuple[Any, str]:
     """Return a clone of a ModelPatcher whose regions run compiled, and what to tell the person.
 
     The clone shares the model and its weights with the original. If nothing can be compiled here the
     original comes back, with the reason and the remedy. `on_change` is told when a later prompt compiles
-    more or a graph is retired. Raises only what ComfyUI raises to cancel a prompt.
+    more or a graph is retired. `graphs`, from a file that people know as `source`, serve the regions they
+    were made for; only what they leave is looked for elsewhere. Raises only what ComfyUI raises to cancel
+    a prompt.
     """
     device = patcher.load_device
     chosen, reason = choose_backend(backend, device)
@@ -145,14 +151,18 @@ def compile_model(
     )
 
     def _text() -> str:
-        return summary_text(compiled.summary()) + _taken_text(taken)
+        summary = compiled.summary()
+        text = loaded_text(summary, source) if source else summary_text(summary)
+        return "\n".join([text, *refused]) + _taken_text(taken)
 
-    try:
-        compiled.prepare(_synthetic_call(clone), _progress(node_id))
-    except CannotCallAhead as reason:
-        log.info(
-            "%s is compiled at its first step; it cannot be called ahead of it: %s", type(network).__name__, reason
-        )
+    refused = compiled.load(graphs)
+    if compiled.summary().waiting:
+        try:
+            compiled.prepare(_synthetic_call(clone), _progress(node_id))
+        except CannotCallAhead as reason:
+            name = type(network).__name__
+            log.info("%s is compiled at its first step; it cannot be called ahead of it: %s", name, reason)
+    model_forward.compiled = compiled
     clone.add_object_patch("diffusion_model.forward", model_forward)
     for path, forward in compiled.forwards().items():
         clone.add_object_patch(f"diffusion_model.{path}.forward", forward)
@@ -169,6 +179,23 @@ def summary_text(summary: Summary) -> str:
     if summary.waiting:
         text += f"; {summary.waiting} compile when first used"
     return "\n".join([text, *(f"eager: {reason}" for reason in summary.reasons)])
+
+
+def loaded_text(summary: Summary, source: str) -> str:
+    """Return what Load Graph shows, such as "14 of 14 regions from sdxl_00001_, 0 compiled, 0.9 s"."""
+    served = summary.from_file + summary.from_memory
+    text = f"{min(served, summary.regions)} of {summary.regions} regions from {source}, "
+    text += f"{summary.compiles} compiled, {summary.seconds:.1f} s"
+    if summary.waiting:
+        text += f"; {summary.waiting} compile when first used"
+    return "\n".join([text, *(f"eager: {reason}" for reason in summary.reasons)])
+
+
+def graphs_in_use(patcher: Any) -> list[CompiledGraph]:
+    """Return the graphs that a compiled ModelPatcher uses; nothing if it is not compiled."""
+    patch = patcher.object_patches.get("diffusion_model.forward")
+    compiled = getattr(patch, "compiled", None)
+    return compiled.graphs() if compiled else []
 
 
 def _taken_text(taken: int) -> str:
@@ -231,6 +258,8 @@ class _ModelForward:
         self._network = weakref.ref(network)
         self._cls = type(network)
         self._inner = inner
+        self.compiled: CompiledModel | None = None
+        """What it was installed with, for those who hold only the patcher."""
         self._running = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

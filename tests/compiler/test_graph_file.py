@@ -30,10 +30,14 @@ SPEC = GraphSpec(
     outputs=(True, False),
     tree="[1, {}]",
 )
-GRAPHS = [
-    StoredGraph(f"{number:064x}", "eager", {"torch": "2.13"}, SPEC, bytes(50) + random.Random(number).randbytes(200))
-    for number in range(3)
-]
+
+
+def graph(number):
+    executable = bytes(50) + random.Random(number).randbytes(200)
+    return StoredGraph(f"{number:064x}", "ab", "[]", "eager", {"torch": "2.13"}, SPEC, executable)
+
+
+GRAPHS = [graph(number) for number in range(3)]
 
 
 @pytest.fixture

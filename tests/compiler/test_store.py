@@ -26,7 +26,7 @@ SPEC = GraphSpec(
     outputs=(True, False),
     tree="[1, {}]",
 )
-GRAPH = StoredGraph("0123abcd", "eager", {"torch": "2.13"}, SPEC, bytes(range(256)) * 3)
+GRAPH = StoredGraph("0123abcd", "ab", "[]", "eager", {"torch": "2.13"}, SPEC, bytes(range(256)) * 3)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import subprocess
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -61,3 +64,15 @@ def workflow() -> Callable[..., dict[str, Any]]:
         return prompt
 
     return make
+
+
+@pytest.fixture
+def pixels() -> Callable[[ComfyServer, dict[str, Any]], list[numpy.ndarray]]:
+    """Return the images of a prompt's outputs as integer arrays [height, width, 3]."""
+
+    def read(server: ComfyServer, outputs: dict[str, Any]) -> list[numpy.ndarray]:
+        references = next(output["images"] for output in outputs.values() if "images" in output)
+        images = [Image.open(io.BytesIO(server.image(reference))).convert("RGB") for reference in references]
+        return [numpy.asarray(image, dtype=int) for image in images]
+
+    return read

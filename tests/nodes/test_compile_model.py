@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import re
 import urllib.request
 from pathlib import Path
 
-import numpy
 from comfy_server import PromptFailed
-from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def pixels(server, outputs):
-    references = next(output["images"] for output in outputs.values() if "images" in output)
-    return [numpy.asarray(Image.open(io.BytesIO(server.image(r))).convert("RGB"), dtype=int) for r in references]
 
 
 def totals(server):
     return server.get("/compiled_graphs/registry")["totals"]
 
 
-def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(server, workflow):
+def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(server, workflow, pixels):
     shapes = [(128, 128, 1), (192, 96, 1), (96, 160, 2)]
     for number, (width, height, batch) in enumerate(shapes):
         before = totals(server)["compiles"]
@@ -79,7 +71,7 @@ def test_a_backend_that_does_not_exist_is_named(server, workflow):
     assert "nonsense" in said
 
 
-def test_interrupting_a_prompt_leaves_the_queue_going(server, workflow):
+def test_interrupting_a_prompt_leaves_the_queue_going(server, workflow, pixels):
     running = server.queue(workflow(256, 256, 2, steps=200, seed=14))
     while not server.get("/queue")["queue_running"]:
         pass
