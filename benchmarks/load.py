@@ -1,0 +1,86 @@
+"""Save the graphs of a model to a file, load them in a new process, and time both.
+
+    python benchmarks/load.py --comfyui CHECKOUT [--dtype float16] NAME
+
+The second process has an empty Inductor cache. Its clock starts after torch is imported and the model built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import models
+import step
+import torch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("name", choices=step.SIZES)
+    options = parser.parse_args()
+    models.use_comfyui(options.comfyui)
+    if options.load:
+        load(options)
+    else:
+        save(options)
+
+
+def save(options: argparse.Namespace) -> None:
+    """Compile, write a file, and start the process that loads it."""
+    from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
+    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.trust import Trust
+
+    step.use_registry(host, Registry())
+    compiled, text = host.compile_model(models.patcher(options.name, getattr(torch, options.dtype)))
+    print(f"{options.name}: {text}")
+    stored = [StoredGraph.of(graph) for graph in host.graphs_in_use(compiled)]
+    start = time.perf_counter()
+    data = write_graphs(stored, Trust())
+    raw = sum(len(graph.executable) for graph in stored)
+    print(f"  file: {len(data) / 1e6:.1f} MB of {raw / 1e6:.1f} MB, written in {time.perf_counter() - start:.2f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "graphs")
+        path.write_bytes(data)
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "inductor"))}
+        command = [sys.executable, __file__, "--comfyui", str(options.comfyui), "--dtype", options.dtype]
+        subprocess.run([*command, "--load", str(path), options.name], env=environment, check=True)
+
+
+def load(options: argparse.Namespace) -> None:
+    """Load a file into a fresh model and time it and the first two steps."""
+    from compiled_graphs.compiler.graph_file import read_graphs
+    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.trust import Trust
+
+    step.use_registry(host, Registry())
+    patcher = models.patcher(options.name, getattr(torch, options.dtype))
+    step.sync()
+    start = time.perf_counter()
+    graphs = read_graphs(options.load.read_bytes(), Trust())
+    read = time.perf_counter() - start
+    compiled, text = host.compile_model(patcher, graphs=graphs, source="the file")
+    total = time.perf_counter() - start
+    print(f"  new process: file to installed {total:.2f} s (reading {read:.2f} s): {text}")
+    inputs = models.step_inputs(patcher.model, options.name, *step.SIZES[options.name][0])
+    for number in ("first", "second"):
+        step.sync()
+        start = time.perf_counter()
+        step.call(compiled, inputs)
+        step.sync()
+        print(f"  {number} step {time.perf_counter() - start:.3f} s")
+
+
+if __name__ == "__main__":
+    main()
