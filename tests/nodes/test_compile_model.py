@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 import urllib.request
 from pathlib import Path
 
@@ -73,8 +74,9 @@ def test_a_backend_that_does_not_exist_is_named(server, workflow):
 
 def test_interrupting_a_prompt_leaves_the_queue_going(server, workflow, pixels):
     running = server.queue(workflow(256, 256, 2, steps=200, seed=14))
-    while not server.get("/queue")["queue_running"]:
-        pass
+    deadline = time.monotonic() + 30
+    while not server.get("/queue")["queue_running"] and time.monotonic() < deadline:
+        time.sleep(0.01)
     server.post("/interrupt")
     with contextlib.suppress(PromptFailed):  # older versions report an interrupted prompt as done
         server.wait(running)
