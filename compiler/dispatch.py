@@ -97,6 +97,9 @@ class RegionKind:
 class RegionForward:
     """Takes the place of one region's `forward`. Nothing in it refers back to the region's module."""
 
+    inner = None
+    """It is only ever put in the place of the class's own `forward`."""
+
     def __init__(
         self,
         module: nn.Module,

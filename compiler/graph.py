@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import CodeType
 from typing import Any, Protocol
@@ -133,9 +133,9 @@ class Executable(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledGraph:
-    """An executable with its contract and what it was made for. Holds no weights."""
+@dataclass(frozen=True)
+class GraphIdentity:
+    """What a graph is, wherever it lies: its key, what it was made for, and its contract."""
 
     key: str
     fingerprint: str
@@ -146,6 +146,16 @@ class CompiledGraph:
     environment: Mapping[str, str]
     """What the executable was built for, as `Backend.environment` gave it."""
     spec: GraphSpec
+
+    def identity(self) -> dict[str, Any]:
+        """Return these fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(GraphIdentity)}
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraph(GraphIdentity):
+    """A graph that can be called. Holds no weights."""
+
     executable: Executable
 
     def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -1,7 +1,7 @@
 """What can change under a region between two calls without anybody telling us.
 
-Looked at on every call, so each guard keeps what it found in order last time and first asks, in a few
-nanoseconds per module or weight, whether anything moved since.
+Looked at on every call, so each guard keeps what it found in order last time and first asks, cheaply,
+whether anything moved since.
 """
 
 from __future__ import annotations

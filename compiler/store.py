@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from pathlib import Path
 
+from .files import write_whole
 from .graph_file import SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
 from .trust import Trust
 
@@ -49,17 +49,3 @@ class FolderStore:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{SUFFIX}"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by these bytes: a reader, or a crash at any moment, meets the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

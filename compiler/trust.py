@@ -10,8 +10,9 @@ import hashlib
 import hmac
 import os
 import secrets
-import tempfile
 from pathlib import Path
+
+from .files import create_whole
 
 KEY_BYTES = 32
 
@@ -71,25 +72,10 @@ class Trust:
         if self._key is None:
             path = self.folder / "key"
             if not path.exists():
-                _create_whole(path, secrets.token_bytes(KEY_BYTES))
+                self.folder.mkdir(parents=True, exist_ok=True)
+                create_whole(path, secrets.token_bytes(KEY_BYTES))
             key = path.read_bytes()
             if len(key) != KEY_BYTES:
                 raise OSError(f"{path} is not a key; remove it, and a new one is made")
             self._key = key
         return self._key
-
-
-def _create_whole(path: Path, data: bytes) -> None:
-    """Create a file of mode 0600 with these bytes, unless another process was first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600 by its contract
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(temporary)

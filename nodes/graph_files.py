@@ -8,6 +8,7 @@ from typing import Any
 
 import folder_paths
 
+from ..compiler.files import write_whole
 from ..compiler.graph_file import (
     SUFFIX,
     GraphFileError,
@@ -17,7 +18,6 @@ from ..compiler.graph_file import (
     read_manifest,
     write_graphs,
 )
-from ..compiler.store import write_whole
 from ..compiler.trust import Trust
 from . import messages
 

@@ -137,7 +137,7 @@ def compile_model(
     regions, taken = _free_regions(clone, network)
     if not regions:
         return patcher, f"not compiled: {type(network).__name__} has no block that repeats{_taken_text(taken)}"
-    model_forward = _ModelForward(network, _foreign_forward(clone, network))
+    model_forward = _ModelForward(network, _foreign_forward(clone, network, "diffusion_model.forward"))
     compiled = CompiledModel(
         network,
         regions,
@@ -155,7 +155,7 @@ def compile_model(
         text = loaded_text(summary, source) if source else summary_text(summary)
         return "\n".join([text, *refused]) + _taken_text(taken)
 
-    refused = compiled.load(graphs)
+    refused = compiled.load(graphs) if graphs else []
     if compiled.summary().waiting:
         try:
             compiled.prepare(_synthetic_call(clone), _progress(node_id))
@@ -218,21 +218,19 @@ def _free_regions(clone: Any, network: nn.Module) -> tuple[list[Region], int]:
 
 def _is_free(clone: Any, region: Region) -> bool:
     name = f"diffusion_model.{region.path}.forward"
-    patch = clone.object_patches.get(name)
-    if patch is not None:
-        return type(patch).__name__ == "RegionForward"  # an earlier Compile Model; the later node decides
-    # A patch of another clone that is loaded just now goes out before this one is sampled.
-    return name in clone.object_patches_backup or HOST.module_is_clean(region.module)
+    return _foreign_forward(clone, region.module, name) is None
 
 
-def _foreign_forward(clone: Any, network: nn.Module) -> Callable | None:
-    """Return what another extension has put in the place of the network's `forward`, as a patch or directly."""
-    name = "diffusion_model.forward"
-    if name in clone.object_patches:
-        return clone.object_patches[name]
-    if name in clone.object_patches_backup or HOST.module_is_clean(network):
-        return None
-    return network.__dict__["forward"]
+def _foreign_forward(clone: Any, module: nn.Module, name: str) -> Callable | None:
+    """Return what another extension has put in the place of a module's `forward`, as a patch or directly.
+
+    `get_model_object` looks past the patches of another clone that is loaded just now. Of an earlier Compile
+    Model, only what it found there counts; the later node decides.
+    """
+    forward = clone.get_model_object(name)
+    if type(forward).__name__ in ("RegionForward", "_ModelForward"):
+        return forward.inner
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _progress(node_id: str) -> Callable[[Progress], None]:
@@ -257,7 +255,7 @@ class _ModelForward:
     def __init__(self, network: nn.Module, inner: Callable | None) -> None:
         self._network = weakref.ref(network)
         self._cls = type(network)
-        self._inner = inner
+        self.inner = inner
         self.compiled: CompiledModel | None = None
         """What it was installed with, for those who hold only the patcher."""
         self._running = threading.local()
@@ -266,8 +264,8 @@ class _ModelForward:
         outer = getattr(self._running, "call", None)
         self._running.call = (args, kwargs)
         try:
-            if self._inner is not None:
-                return self._inner(*args, **kwargs)
+            if self.inner is not None:
+                return self.inner(*args, **kwargs)
             return self._cls.forward(self._network(), *args, **kwargs)
         finally:
             self._running.call = outer

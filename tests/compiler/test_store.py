@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
+from compiled_graphs.compiler.files import write_whole
 from compiled_graphs.compiler.graph import GraphSpec, InputSpec, WeightSpec
 from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.store import FolderStore, write_whole
+from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
 from networks import ConvolutionNetwork, StreamNetwork, call, compile_network, said, sizes, transformer
 from safetensors.torch import save
@@ -135,7 +136,7 @@ def test_an_interrupted_write_leaves_the_old_graph(store, monkeypatch):
 KILLED = """
 import os, sys
 os.fsync = lambda handle: os._exit(9)
-from compiled_graphs.compiler.store import write_whole
+from compiled_graphs.compiler.files import write_whole
 from pathlib import Path
 write_whole(Path(sys.argv[1]), b"newer" * 100)
 """

@@ -1,0 +1,33 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file by these bytes: a reader, or a crash at any moment, meets the old file or the new one."""
+    _place(path, data, os.replace)
+
+
+def create_whole(path: Path, data: bytes) -> None:
+    """Create a file that only its owner can read, unless it is there: of several processes the first one wins."""
+    try:
+        _place(path, data, os.link)
+    except FileExistsError:
+        return
+
+
+def _place(path: Path, data: bytes, move: Callable[[str, Path], None]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")  # 0600 by its contract
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        move(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
