@@ -1,4 +1,4 @@
-"""The command line: `python -m compiled_graphs trust FILE`.
+"""The command line: `python -m compiled_graphs trust FILE` and `python -m compiled_graphs store list`.
 
 Where the extension is not installed as a package, run `python -m FOLDER trust FILE` in `custom_nodes`.
 """
@@ -6,20 +6,54 @@ Where the extension is not installed as a package, run `python -m FOLDER trust F
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from .compiler.graph_file import GraphFileError, read_manifest
+from .compiler.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
+from .compiler.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
 from .compiler.trust import Trust
+
+KEY_SHOWN = 16
+"""Characters of a key that a person is shown."""
+MEGABYTE = 10**6
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; the result is the exit status."""
+    options = _parser().parse_args(arguments)
+    return options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compiled_graphs")
     commands = parser.add_subparsers(required=True, dest="command")
     trust = commands.add_parser("trust", help="let this machine run the graphs of a file that another one made")
     trust.add_argument("file", type=Path)
-    options = parser.parse_args(arguments)
+    trust.set_defaults(run=_trust)
+    store = commands.add_parser("store", help="look after the compiled graphs that this machine keeps")
+    store.set_defaults(run=_store)
+    actions = store.add_subparsers(required=True, dest="action")
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument(
+        "--store", metavar="PLACE", help="folder or URL; by default COMPILED_GRAPHS_STORE, or ComfyUI's user folder"
+    )
+    for action, text in (
+        (_list, "say which graphs there are"),
+        (_verify, "read every graph and say which are bad"),
+        (_prune, "remove damaged graphs, and the least recently used ones above the limit"),
+        (_clear, "remove all graphs"),
+    ):
+        command = actions.add_parser(action.__name__.strip("_"), help=text, parents=[place])
+        command.set_defaults(act=action)
+        if action is _prune:
+            command.add_argument("--limit", metavar="GB", type=gigabytes, help="by default COMPILED_GRAPHS_STORE_LIMIT")
+    return parser
+
+
+def _trust(options: argparse.Namespace) -> int:
     try:
         data = options.file.read_bytes()
         count = len(read_manifest(data))
@@ -28,6 +62,111 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(f"{options.file.name}, {count} graphs, is trusted by its SHA-256 {Trust().add(data)}")
     return 0
+
+
+def _store(options: argparse.Namespace) -> int:
+    try:
+        store = _open(options.store)
+        return options.act(store, store.entries(), options)
+    except (StoreError, OSError) as error:
+        print(_printable(f"compiled_graphs store: {error}"), file=sys.stderr)
+        return 2
+
+
+def _open(place: str | None) -> FolderStore | UrlStore:
+    place = place or os.environ.get("COMPILED_GRAPHS_STORE")
+    if not place:
+        folder = Path(__file__).absolute().parents[2] / "user" / "compiled_graphs"
+        if not folder.is_dir():
+            raise StoreError("Where are the graphs? Say it with --store PLACE, a folder or a URL.")
+        place = str(folder)
+    store = open_store(place)
+    if isinstance(store, FolderStore) and not store.folder.is_dir():
+        raise StoreError(f"The store {place} is not there, or is not a folder.")
+    return store
+
+
+def _list(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
+    for entry in sorted(entries, key=lambda entry: entry.used, reverse=True):
+        _say(f"{_key(entry):{KEY_SHOWN}}  {_contents(store, entry)}")
+    _say(f"{_amount(entries)} of {store.limit / MEGABYTE:.1f} MB in {store.place}")
+    return 0
+
+
+def _verify(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
+    bad = 0
+    for entry in entries:
+        if error := _fault(store, entry):
+            _say(f"{entry.name}: {error}")
+            bad += 1
+    _say(f"{_amount(entries)} in {store.place}; {bad} bad")
+    return 1 if bad else 0
+
+
+def _prune(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
+    for entry in entries:
+        error = _fault(store, entry)
+        if isinstance(error, GraphFileError) and not isinstance(error, UntrustedFile) and store.remove(entry.name):
+            _say(f"removed {entry.name}: {error}")
+    for entry in store.sweep(age=0):
+        _say(f"removed {entry.name}: a partial file")
+    for entry in store.shrink(store.limit if options.limit is None else options.limit):
+        _say(f"removed {entry.name}: last used {_date(entry)}")
+    _say(f"{_amount(store.entries())} left in {store.place}")
+    return 0
+
+
+def _clear(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
+    _say(f"{_amount(store.clear())} removed from {store.place}")
+    if left := store.entries():
+        _say(f"{_amount(left)} left: they are in use, or cannot be removed")
+    return 1 if left else 0
+
+
+def _fault(store: FolderStore | UrlStore, entry: StoreEntry) -> OSError | GraphFileError | None:
+    """What is wrong with a file: it cannot be read, is foreign, is damaged, or is another graph's."""
+    try:
+        store.read_graph(entry.name)
+    except (OSError, GraphFileError) as error:
+        return error
+    return None
+
+
+def _contents(store: FolderStore | UrlStore, entry: StoreEntry) -> str:
+    size = f"{entry.size / MEGABYTE:8.1f} MB"
+    try:
+        graphs = read_manifest(store.read(entry.name))
+    except (OSError, GraphFileError) as error:
+        return f"{error}  {size}  {_date(entry)}"
+    regions = _names(graph.spec.region for graph in graphs)
+    backends = _names(graph.backend for graph in graphs)
+    return f"{regions:32}  {backends:10}  {size}  {_date(entry)}"
+
+
+def _names(names: Iterable[object]) -> str:
+    return ", ".join(sorted({str(name) for name in names}))
+
+
+def _key(entry: StoreEntry) -> str:
+    return entry.name.removesuffix(SUFFIX)[:KEY_SHOWN]
+
+
+def _date(entry: StoreEntry) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+
+
+def _amount(entries: Iterable[StoreEntry]) -> str:
+    sizes = [entry.size for entry in entries]
+    return f"{len(sizes)} graphs, {sum(sizes) / MEGABYTE:.1f} MB,"
+
+
+def _say(text: str) -> None:
+    print(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Return text that cannot steer the terminal, as names in a foreign file could."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 if __name__ == "__main__":

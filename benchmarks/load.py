@@ -70,7 +70,7 @@ def load(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     graphs = read_graphs(options.load.read_bytes(), Trust())
     read = time.perf_counter() - start
-    compiled, text = host.compile_model(patcher, graphs=graphs, source="the file")
+    compiled, text = host.compile_model(patcher, host.Request(graphs=graphs, source="the file"))
     total = time.perf_counter() - start
     print(f"  new process: file to installed {total:.2f} s (reading {read:.2f} s): {text}")
     inputs = models.step_inputs(patcher.model, options.name, *step.SIZES[options.name][0])

@@ -53,12 +53,12 @@ def measure(name: str, options: argparse.Namespace) -> None:
     store = FolderStore(tempfile.mkdtemp())
     use_registry(host, Registry(store))
     start = time.perf_counter()
-    compiled, text = host.compile_model(patcher, options.backend)
+    compiled, text = host.compile_model(patcher, host.Request(options.backend))
     print(f"\n{name}: {text}\n  node: {time.perf_counter() - start:.1f} s,", end=" ")
     print(f"{sum(p.stat().st_size for p in store.folder.iterdir()) / 1e6:.1f} MB of graphs")
     use_registry(host, Registry(store))
     start = time.perf_counter()
-    _, text = host.compile_model(patcher, options.backend)
+    _, text = host.compile_model(patcher, host.Request(options.backend))
     print(f"  again, from the store: {time.perf_counter() - start:.1f} s: {text}")
     print(f"  {'batch, latent, tokens':>24} {'eager ms':>9} {'ours ms':>8} {'ratio':>6} {'first call s':>12} "
           f"{'compiles':>8} {'relative error':>14}")  # fmt: skip

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+PARTIAL = ".partial"
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace a file by these bytes: a reader, or a crash at any moment, meets the old file or the new one."""
@@ -21,8 +23,13 @@ def create_whole(path: Path, data: bytes) -> None:
         return
 
 
+def is_partial(name: str) -> bool:
+    """Whether this is the name of a file not yet in its place, which a killed process leaves behind."""
+    return name.startswith(".") and name.endswith(PARTIAL)
+
+
 def _place(path: Path, data: bytes, move: Callable[[str, Path], None]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")  # 0600 by its contract
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=PARTIAL)  # 0600 by its contract
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

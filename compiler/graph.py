@@ -40,6 +40,10 @@ class InputSpec:
     dtype: str
     memory_format: str
     """The layout the graph was compiled for, a key of `MEMORY_FORMATS`."""
+    hints: tuple[int, ...] = ()
+    """Sizes of the example it was traced with."""
+    symbolic: tuple[bool, ...] = ()
+    """Which sizes tracing was asked to make symbols."""
 
 
 @dataclass(frozen=True)

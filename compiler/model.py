@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,9 +14,9 @@ from torch import nn
 
 from .backends.base import Backend
 from .counters import Counters, totals
-from .dispatch import RegionForward, RegionKind
+from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
 from .fingerprint import fingerprint
-from .graph import CompiledGraph
+from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
 from .host import Host
 from .probe import ModelCall, wanted_variants
@@ -59,6 +60,10 @@ class Summary:
     compiles: int
     seconds: float
     reasons: tuple[str, ...]
+    loaded: int
+    """Kinds that a file gave a graph."""
+    compiled_here: tuple[str, ...]
+    """Regions whose graphs this model had to have compiled."""
 
 
 class CannotCallAhead(Exception):
@@ -98,6 +103,8 @@ class CompiledModel:
         self._verify = verify
         self._on_change = on_change
         self._fingerprints: dict[str, str] = {}
+        self._loaded: set[str] = set()
+        self._compiled: list[str] = []
         for region in regions:
             kind = self._describe(region)
             self._fingerprints[region.path] = kind.fingerprint
@@ -125,22 +132,34 @@ class CompiledModel:
     def load(self, stored: Iterable[StoredGraph]) -> list[str]:
         """Use graphs from a file for the regions they were made for, without looking at a call.
 
-        Returns a sentence for each graph that fits a region but cannot serve here.
+        Returns a sentence for each reason why graphs that fit a region cannot serve here.
         """
         environment = self._backend.environment(self._device)
-        refused = []
+        refused: Counter[str] = Counter()
         for graph in stored:
             kind = self._kinds.get(graph.fingerprint)
             if kind is None or kind.closed:
                 continue
             if different := _difference(graph.environment, environment):
-                refused.append(f"the graph of {graph.spec.region} was made for {different}")
+                refused[f"made for {different}"] += 1
                 continue
             try:
                 kind.serve(graph.structure, self._registry.adopt(graph, self._backend, self.counters))
+                self._loaded.add(graph.fingerprint)
             except Exception as error:
-                refused.append(f"the graph of {graph.spec.region} cannot be loaded ({_one_line(error)})")
-        return refused
+                refused[f"not loaded ({_one_line(error)})"] += 1
+        return [f"{count} graphs of the file were {reason}; compiled here instead" for reason, count in refused.items()]
+
+    def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = lambda progress: None) -> None:
+        """Provide graphs like those of a file that cannot be loaded here. The file need not be trusted.
+
+        Between graphs the host may cancel.
+        """
+        variants = [variant for identity in listed if (variant := self._variant_like(identity))]
+        for done, variant in enumerate(variants):
+            if self._has_room(variant):
+                self._host.check_cancelled()
+                on_progress(self._provide(variant, done, len(variants)))
 
     def graphs(self) -> list[CompiledGraph]:
         """Return the graphs in use, each once."""
@@ -179,6 +198,8 @@ class CompiledModel:
             compiles=self.counters.compiles,
             seconds=self.counters.seconds,
             reasons=tuple(dict.fromkeys(reason for standing in standings for reason in standing.reasons)),
+            loaded=len(self._loaded),
+            compiled_here=tuple(self._compiled),
         )
 
     def _describe(self, region: Region) -> RegionKind:
@@ -197,6 +218,20 @@ class CompiledModel:
         kind = self._kinds[variant.fingerprint]
         return not kind.closed and variant.structure.text not in kind.graphs
 
+    def _has_room(self, variant: Variant) -> bool:
+        kind = self._kinds[variant.fingerprint]
+        return self._is_missing(variant) and len(kind.graphs) + len(kind.refusals) < MAX_STRUCTURES
+
+    def _variant_like(self, identity: GraphIdentity) -> Variant | None:
+        path = next((path for path, known in self._fingerprints.items() if known == identity.fingerprint), None)
+        if path is None:
+            return None
+        try:
+            return Variant.like(identity, Region(path, self._model().get_submodule(path)), self._device)
+        except ValueError as error:
+            log.warning("A graph of %s that a file lists makes no sense here: %s.", path, error)
+            return None
+
     def _provide(self, variant: Variant, done: int = 0, total: int = 1) -> Progress:
         kind = self._kinds[variant.fingerprint]
         start = time.perf_counter()
@@ -204,6 +239,8 @@ class CompiledModel:
         try:
             entry, source = self._registry.obtain(variant, self._backend, self._host, self.counters)
             kind.serve(variant.structure.text, entry)
+            if source == "compiled":
+                self._compiled.append(variant.region)
         except Exception as error:  # tracing and compilers raise anything; the region then stays eager
             source, reason = "eager", _one_line(error)
             kind.refuse(variant.structure.text, reason)

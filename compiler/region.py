@@ -23,6 +23,10 @@ LISTED = frozenset(
         "comfy.ldm.modules.diffusionmodules.mmdit.JointBlock",
         "comfy.ldm.flux.layers.DoubleStreamBlock",
         "comfy.ldm.flux.layers.SingleStreamBlock",
+        # VAEs stack these one by one, and TAESD in a Sequential.
+        "comfy.ldm.modules.diffusionmodules.model.ResnetBlock",
+        "comfy.ldm.modules.diffusionmodules.model.Upsample",
+        "comfy.taesd.taesd.Block",
     }
 )
 """Classes that are regions wherever they stand, by qualified name; subclasses count."""

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +42,10 @@ class Store(Protocol):
     def get(self, key: str) -> StoredGraph | None: ...
 
     def put(self, graph: StoredGraph) -> bool: ...
+
+    def exclusive(self, key: str) -> AbstractContextManager[None]:
+        """While it is held, no other process is compiling this key, as far as the store can tell."""
+        ...
 
 
 @dataclass(eq=False)
@@ -143,19 +148,31 @@ class Registry:
         attention.register_operator()
         start = time.perf_counter()
         try:
-            if graph := self._load(key, backend):
-                counters.add("from_disk")
-                return self._keep(graph), "disk"
-            exported = export_region(variant, host)
-            executable = backend.compile(exported)
-            counters.add("compiles")
-            graph = CompiledGraph(
-                key, variant.fingerprint, variant.structure.text, backend.name, environment, exported.spec, executable
-            )
-            self._put(graph)
-            return self._keep(graph), "compiled"
+            with self.store.exclusive(key) if self.store else nullcontext():
+                if graph := self._load(key, backend):
+                    counters.add("from_disk")
+                    return self._keep(graph), "disk"
+                return self._compile(key, environment, variant, backend, host, counters), "compiled"
         finally:
             counters.add("seconds", time.perf_counter() - start)
+
+    def _compile(
+        self,
+        key: str,
+        environment: Mapping[str, str],
+        variant: Variant,
+        backend: Backend,
+        host: Host,
+        counters: Counters,
+    ) -> GraphEntry:
+        exported = export_region(variant, host)
+        executable = backend.compile(exported)
+        counters.add("compiles")
+        graph = CompiledGraph(
+            key, variant.fingerprint, variant.structure.text, backend.name, environment, exported.spec, executable
+        )
+        self._put(graph)
+        return self._keep(graph)
 
     def _load(self, key: str, backend: Backend) -> CompiledGraph | None:
         stored = self.store.get(key) if self.store else None

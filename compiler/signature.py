@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,8 +20,19 @@ from torch.utils import _pytree as pytree
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 """The exact types a graph takes; a subclass (quantised, wrapped, fake) may compute something else."""
 
-STATIC_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-"""What an argument that is no tensor may be: a value that a key can hold."""
+_STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    type(None): (lambda value: value, lambda value: None),
+    bool: (lambda value: value, bool),
+    int: (lambda value: value, int),
+    float: (repr, float),
+    str: (lambda value: value, str),
+    torch.dtype: (str, lambda text: _torch_constant(text, torch.dtype)),
+    torch.device: (str, torch.device),
+    torch.layout: (str, lambda text: _torch_constant(text, torch.layout)),
+    torch.memory_format: (str, lambda text: _torch_constant(text, torch.memory_format)),
+}
+STATIC_TYPES = tuple(_STATICS)
+"""What an argument that is no tensor may be: a value that a key can hold. Written to JSON and read from it."""
 
 
 class Unsupported(Exception):
@@ -52,8 +63,12 @@ class Structure:
 
     def fill(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments with these tensors in the places of the call's own."""
+        return pytree.tree_unflatten(self.flat(tensors), self.spec)
+
+    def flat(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Return the leaves of the arguments with these tensors in place."""
         supply = iter(tensors)
-        return pytree.tree_unflatten([next(supply) if leaf is TENSOR else leaf for leaf in self.leaves], self.spec)
+        return [next(supply) if leaf is TENSOR else leaf for leaf in self.leaves]
 
 
 class _Tensor:
@@ -113,35 +128,78 @@ def read(call: Call, fake: bool = False) -> tuple[Structure, list[torch.Tensor]]
     `fake` admits the fake tensors of a probe. Raises Unsupported on anything a graph cannot take.
     """
     leaves, spec = pytree.tree_flatten(dict(call.arguments))
-    tensors, kept, described = [], [], []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if not fake and type(leaf) not in TENSOR_TYPES:
-                raise Unsupported(f"a tensor of type {type(leaf).__name__}")
-            if leaf.layout is not torch.strided:
-                raise Unsupported(f"a tensor of layout {leaf.layout}")
-            tensors.append(leaf)
-            kept.append(TENSOR)
-            described.append(["tensor", leaf.ndim, str(leaf.dtype), str(leaf.device)])
-        elif isinstance(leaf, STATIC_TYPES):
-            kept.append(leaf)
-            described.append([type(leaf).__name__, repr(leaf)])
-        else:
-            raise Unsupported(f"an argument of type {type(leaf).__name__}")
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if not fake and type(tensor) not in TENSOR_TYPES:
+            raise Unsupported(f"a tensor of type {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise Unsupported(f"a tensor of layout {tensor.layout}")
     context = tuple(sorted(call.context))
-    text = json.dumps([str(spec), described, context], separators=(",", ":"))
-    return Structure(text, spec, tuple(kept), context), tensors
+    text = json.dumps([_outline(dict(call.arguments)), context], separators=(",", ":"))
+    kept = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return Structure(text, spec, kept, context), tensors
+
+
+def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
+    """Return the structure that a text describes, and the rank and dtype of each tensor. Executes nothing.
+
+    Raises ValueError if the text is not of `read`'s making, or holds a container that only Python can make.
+    """
+    try:
+        outline, context = json.loads(text)
+        tensors: list[tuple[int, torch.dtype]] = []
+        leaves, spec = pytree.tree_flatten(_fill_in(outline, tensors))
+        return Structure(text, spec, tuple(leaves), tuple(map(str, context))), tensors
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"not the structure of a call ({type(error).__name__})") from None
+
+
+def _outline(value: Any) -> list:
+    """Return a value as JSON: its type, and what is in it."""
+    if isinstance(value, torch.Tensor):
+        return ["tensor", value.ndim, str(value.dtype), str(value.device)]
+    if isinstance(value, STATIC_TYPES):
+        kind = next(kind for kind in STATIC_TYPES if isinstance(value, kind))
+        return [kind.__name__, _STATICS[kind][0](value)]
+    if type(value) is dict:
+        return ["dict", [[_outline(key), _outline(item)] for key, item in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_outline(item) for item in value]]
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+    if len(children) == 1 and children[0] is value:
+        raise Unsupported(f"an argument of type {type(value).__name__}")
+    return [str(spec), [_outline(child) for child in children]]
+
+
+def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
+    kind, content = outline[0], outline[1]
+    if kind == "tensor":
+        tensors.append((content, _torch_constant(outline[2], torch.dtype)))
+        return TENSOR
+    if kind == "dict":
+        return {_fill_in(key, tensors): _fill_in(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_fill_in(item, tensors) for item in content]
+        return tuple(items) if kind == "tuple" else items
+    return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)
+
+
+def _torch_constant(text: str, kind: type) -> Any:
+    value = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(value, kind):
+        raise TypeError(f"{text} is no {kind.__name__}")
+    return value
 
 
 def graph_key(
     fingerprint: str,
     structure: Structure,
-    sizes: list[list[int | None]],
+    sizes: list[list[int | str]],
     environment: Mapping[str, str],
 ) -> str:
     """Return the key of a graph, a hex digest that names it on any machine and any day.
 
-    `sizes` holds, per input tensor, its static sizes, and None where the size is a symbol.
+    `sizes` holds each input tensor's sizes, as `Variant.sizes` gives them.
     `environment` names the backend and everything outside the region that its output depends on.
     """
     record = [fingerprint, structure.text, sizes, dict(environment)]

@@ -1,51 +1,376 @@
-"""Graphs on disk, by key: what this machine has compiled before."""
+"""Graphs on disk, by key: what this machine, or a fleet that shares one signing key, has compiled before."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .files import write_whole
+from .files import is_partial, write_whole
 from .graph_file import SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
 from .trust import Trust
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+    from fsspec import AbstractFileSystem
+
 log = logging.getLogger(__name__)
 
+GIGABYTE = 10**9
+DEFAULT_LIMIT = 10 * GIGABYTE
+"""Bytes."""
+LOCK_LIMIT = 300.0
+"""Seconds that a process waits for another one's compile before it compiles beside it."""
+LOCKS = "locks"
+PATIENCE = 2.0
+"""Seconds that a place at a URL may take to fail before it is left alone for PAUSE."""
+PAUSE = 60.0
+PARTIAL_AGE = 3600.0
+"""Seconds after which nobody is still writing a partial file."""
+WRITTEN = ("LastModified", "last_modified", "mtime", "created")
+"""The time of writing, as S3, Azure, Google and most others, and fsspec's memory name it."""
 
-class FolderStore:
-    """One signed graph file per graph in a folder. A file is written whole or not at all."""
 
-    def __init__(self, folder: str | os.PathLike, trust: Trust | None = None) -> None:
-        self.folder = Path(folder)
+class StoreError(Exception):
+    """A place that cannot be a store; the message is one sentence for people."""
+
+
+@dataclass(frozen=True)
+class StoreEntry:
+    """One file of a store."""
+
+    name: str
+    size: int
+    """Bytes."""
+    used: float
+    """Unix seconds."""
+
+
+class _Store:
+    """One signed graph file per graph, within a bound, whatever holds the files.
+
+    A subclass brings the operations on files, which raise only OSError. For `get` and `put` a store that fails
+    is an empty one: the picture comes out either way.
+    """
+
+    def __init__(self, place: str, trust: Trust | None, limit: int | None) -> None:
+        self.place = place
+        self.limit = default_limit() if limit is None else limit
         self._trust = trust or Trust()
 
     def get(self, key: str) -> StoredGraph | None:
         """Return a graph, or None if it is not there, not whole, or not this machine's."""
-        path = self._path(key)
+        name = f"{key}{SUFFIX}"
         try:
-            graphs = read_graphs(path.read_bytes(), self._trust)
+            graph = self.read_graph(name)
         except FileNotFoundError:
             return None
         except (OSError, GraphFileError) as error:
-            log.warning("Stored graph %s is compiled again: %s.", path.name, error)
+            log.warning("Stored graph %s is compiled again: %s.", name, error)
             return None
-        return next((graph for graph in graphs if graph.key == key), None)
+        with suppress(OSError):
+            self._touch(name)
+        return graph
 
     def put(self, graph: StoredGraph) -> bool:
         """Write a graph and return True, or say why it could not be kept and return False."""
+        name = f"{graph.key}{SUFFIX}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(graph.key), write_graphs([graph], self._trust))
+            self._write(name, write_graphs([graph], self._trust))
         except OSError as error:
             log.warning(
                 "A compiled graph could not be kept in %s (%s); it serves this session and is compiled again in the "
-                "next. Free some space or set COMPILED_GRAPHS_STORE to another folder.",
-                self.folder,
+                "next. Free some space or set COMPILED_GRAPHS_STORE to another place.",
+                self.place,
                 error.strerror or error,
             )
             return False
+        with suppress(OSError):  # a place that may be written and not listed
+            self.shrink(self.limit, keep=name)
         return True
 
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}{SUFFIX}"
+    def exclusive(self, key: str) -> AbstractContextManager[None]:
+        """Keep others from compiling a graph at the same time, where that can be done. Not reentrant."""
+        return nullcontext()
+
+    def entries(self) -> list[StoreEntry]:
+        """Return the graph files. Raises OSError if the place cannot be listed."""
+        return [file for file in self._files() if file.name.endswith(SUFFIX) and not file.name.startswith(".")]
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes. Raises OSError."""
+        raise NotImplementedError
+
+    def read_graph(self, name: str) -> StoredGraph:
+        """Return the graph of a file.
+
+        Raises OSError, UntrustedFile, and GraphFileError if the file is damaged or another graph's.
+        """
+        graphs = read_graphs(self.read(name), self._trust)
+        named = [graph for graph in graphs if f"{graph.key}{SUFFIX}" == name]
+        if not named:
+            raise GraphFileError("the file holds another graph than its name says")
+        return named[0]
+
+    def remove(self, name: str) -> bool:
+        """Remove a file, and return whether it is gone: Windows keeps what another process holds open."""
+        try:
+            self._delete(name)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def shrink(self, limit: int, keep: str = "") -> list[StoreEntry]:
+        """Remove the least recently used graphs until the rest fit, but never `keep`; return what went.
+
+        Raises OSError if the place cannot be listed.
+        """
+        entries = sorted(self.entries(), key=lambda entry: (entry.used, entry.name))
+        excess = sum(entry.size for entry in entries) - limit
+        gone = []
+        for entry in entries:
+            if excess > 0 and entry.name != keep and self.remove(entry.name):
+                excess -= entry.size
+                gone.append(entry)
+        return gone
+
+    def sweep(self, age: float = PARTIAL_AGE) -> list[StoreEntry]:
+        """Remove partial files older than some seconds, and return them. Raises OSError as `entries` does."""
+        latest = time.time() - age
+        partial = [file for file in self._files() if is_partial(file.name) and file.used <= latest]
+        return [file for file in partial if self.remove(file.name)]
+
+    def clear(self) -> list[StoreEntry]:
+        """Remove what the store has written and nothing else; return the graph files that went. Raises OSError."""
+        self.sweep(age=-math.inf)
+        return [entry for entry in self.entries() if self.remove(entry.name)]
+
+    def _files(self) -> list[StoreEntry]:
+        try:
+            return self._list()
+        except FileNotFoundError:
+            return []
+
+    def _list(self) -> list[StoreEntry]:
+        raise NotImplementedError
+
+    def _write(self, name: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _delete(self, name: str) -> None:
+        raise NotImplementedError
+
+    def _touch(self, name: str) -> None:
+        """Note that a file was used, where the place can."""
+
+
+class FolderStore(_Store):
+    """A store in a folder. A file is written whole or not at all; its time is that of its last use."""
+
+    def __init__(self, folder: str | os.PathLike, trust: Trust | None = None, limit: int | None = None) -> None:
+        super().__init__(str(folder), trust, limit)
+        self.folder = Path(folder)
+
+    @contextmanager
+    def exclusive(self, key: str) -> Iterator[None]:
+        """Keep other processes and threads from compiling a graph at the same time. Not reentrant.
+
+        The operating system frees the lock of a process that dies. After LOCK_LIMIT, or where there can be no
+        lock, it goes on without one: at worst two compile the same graph, and each of them writes it whole.
+        """
+        lock = self._lock(key)
+        try:
+            yield
+        finally:
+            if lock:
+                with suppress(OSError):
+                    lock.release()
+
+    def clear(self) -> list[StoreEntry]:
+        """Remove graphs, partial files and locks, held or not, and nothing else; return the graph files that went."""
+        gone = super().clear()
+        for path in (self.folder / LOCKS).glob("*.lock"):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):
+            (self.folder / LOCKS).rmdir()
+        return gone
+
+    def _lock(self, key: str) -> BaseFileLock | None:
+        # Two characters of the key: a lock file cannot safely be deleted while others wait for it, and so 256 of
+        # them is all there will ever be. That two different graphs share one costs a wait, and rarely.
+        path = self.folder / LOCKS / f"{key[:2]}.lock"
+        try:
+            import filelock
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(path)  # a new object each time, for threads are kept apart by it too
+            lock.acquire(timeout=LOCK_LIMIT)
+        except TimeoutError:
+            log.warning("Another process has held %s for %.0f s; compiling beside it.", path, LOCK_LIMIT)
+            return None
+        except (ImportError, OSError, NotImplementedError) as error:
+            log.debug("No lock at %s (%r): two processes may compile the same graph.", path, error)
+            return None
+        return lock
+
+    def _list(self) -> list[StoreEntry]:
+        with os.scandir(self.folder) as files:
+            entries = [_entry(file) for file in files]
+        return [entry for entry in entries if entry]
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def _write(self, name: str, data: bytes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            self.sweep()
+        write_whole(self.folder / name, data)
+
+    def _delete(self, name: str) -> None:
+        (self.folder / name).unlink()
+
+    def _touch(self, name: str) -> None:
+        os.utime(self.folder / name)
+
+
+class UrlStore(_Store):
+    """A store at any URL that fsspec has a driver for; the bucket or folder must be there.
+
+    An object store takes a whole object or none, so that a file needs no partial one before it; where a driver
+    does it otherwise, the digests tell. There are no locks: two workers may compile one graph twice, and the
+    last one's stays. Reading leaves no trace, and so the order of use is that of writing.
+    """
+
+    def __init__(self, url: str, trust: Trust | None = None, limit: int | None = None) -> None:
+        super().__init__(_without_password(url), trust, limit)
+        _require_driver(url)
+        self._url = url
+        self._resumes = 0.0
+
+    @cached_property
+    def _root(self) -> tuple[AbstractFileSystem, str]:
+        """The file system and the folder in it; some connect here, and may fail."""
+        from fsspec.core import url_to_fs
+
+        files, folder = url_to_fs(self._url)
+        return files, folder.rstrip("/")
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Drivers raise what their libraries raise; to a store, each of those is a file that cannot be had."""
+        start = time.monotonic()
+        if start < self._resumes:
+            raise OSError("the place did not answer, and is left alone for a minute")
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if time.monotonic() - start > PATIENCE:  # else every graph of a model would wait for it
+                self._resumes = time.monotonic() + PAUSE
+            raise OSError(f"{type(error).__name__}: {error}") from error
+
+    def _list(self) -> list[StoreEntry]:
+        with self._asking():
+            files, folder = self._root
+            files.invalidate_cache(folder)  # others write there too
+            found = [info for info in files.ls(folder, detail=True) if info["type"] == "file"]
+            return [
+                StoreEntry(info["name"].rsplit("/", 1)[-1], info.get("size") or 0, _written(info)) for info in found
+            ]
+
+    def read(self, name: str) -> bytes:
+        with self._asking():
+            files, folder = self._root
+            return files.cat_file(f"{folder}/{name}")
+
+    def _write(self, name: str, data: bytes) -> None:
+        with self._asking():
+            files, folder = self._root
+            files.pipe_file(f"{folder}/{name}", data)
+
+    def _delete(self, name: str) -> None:
+        with self._asking():
+            files, folder = self._root
+            files.rm_file(f"{folder}/{name}")
+
+
+def open_store(place: str) -> FolderStore | UrlStore:
+    """Return the store in a folder or at a URL. Raises StoreError if there is no driver for the URL."""
+    if "://" not in place:
+        return FolderStore(place)
+    if place.split("://")[0] not in ("file", "local"):
+        return UrlStore(place)
+    _require_driver(place)
+    from fsspec.core import strip_protocol
+
+    return FolderStore(strip_protocol(place))
+
+
+def default_limit() -> int:
+    """Return the bytes that a store may have: COMPILED_GRAPHS_STORE_LIMIT in gigabytes, else 10."""
+    text = os.environ.get("COMPILED_GRAPHS_STORE_LIMIT")
+    if not text:
+        return DEFAULT_LIMIT
+    try:
+        return gigabytes(text)
+    except ValueError:
+        log.warning("COMPILED_GRAPHS_STORE_LIMIT is %r and not a number of gigabytes; using 10.", text)
+        return DEFAULT_LIMIT
+
+
+def gigabytes(text: str) -> int:
+    """Return a number of gigabytes in bytes. Raises ValueError."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{text} gigabytes")
+    return int(number * GIGABYTE)
+
+
+def _require_driver(url: str) -> None:
+    place = _without_password(url)
+    try:
+        from fsspec import get_filesystem_class
+
+        for protocol in url.split("://")[0].split("::"):
+            get_filesystem_class(protocol)
+    except ImportError as error:
+        raise StoreError(f"The store {place} needs a package that is not installed here: {error}.") from None
+    except Exception as error:  # a driver's module may fail in its own ways
+        raise StoreError(
+            f"The store {place} cannot be used ({error}): name a folder, or a URL whose fsspec driver is installed, "
+            "such as s3://bucket/folder with s3fs."
+        ) from None
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
+def _entry(file: os.DirEntry) -> StoreEntry | None:
+    """Return a file of a folder, or None if it is none or has vanished meanwhile."""
+    try:
+        status = file.stat()
+        return StoreEntry(file.name, status.st_size, status.st_mtime) if file.is_file() else None
+    except OSError:
+        return None
+
+
+def _written(info: Mapping[str, Any]) -> float:
+    written = next((info[name] for name in WRITTEN if name in info), None)
+    if isinstance(written, datetime):
+        return written.timestamp()
+    return float(written) if isinstance(written, int | float) else 0.0

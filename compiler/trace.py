@@ -20,10 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from .fingerprint import region_code, tensor_attributes
-from .graph import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
+from .graph import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .host import Host
-from .signature import Structure, Unsupported, call_forward
+from .region import Region
+from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
+
+MAX_HINT = 2**20
+"""Bound for example sizes that come from a file."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,35 @@ class Variant:
     symbolic: tuple[tuple[bool, ...], ...]
 
     @property
-    def sizes(self) -> list[list[int | None]]:
-        """Static sizes per input, None for symbols."""
+    def sizes(self) -> list[list[int | str]]:
+        """Sizes per input as a key has them: a number, or "s" and the hint of a symbol, on which tracing can depend."""
         return [
-            [None if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
+            [f"s{size}" if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
             for shape, symbols in zip(self.hints, self.symbolic, strict=True)
         ]
+
+    @classmethod
+    def like(cls, identity: GraphIdentity, region: Region, device: torch.device) -> Variant:
+        """Return what to trace to get the graph that a file describes. The description need not be trusted.
+
+        Raises ValueError if it does not hold together.
+        """
+        structure, tensors = parse(identity.structure)
+        inputs = identity.spec.inputs
+        if [(len(i.hints), len(i.symbolic)) for i in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
+            raise ValueError("inputs that do not fit the structure of the call")
+        if not all(type(hint) is int and 0 < hint < MAX_HINT for i in inputs for hint in i.hints):
+            raise ValueError("example sizes that no tensor has")
+        return cls(
+            region=region.label,
+            module=region.module,
+            fingerprint=identity.fingerprint,
+            structure=structure,
+            device=device,
+            dtypes=tuple(dtype for _, dtype in tensors),
+            hints=tuple(i.hints for i in inputs),
+            symbolic=tuple(i.symbolic for i in inputs),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +98,13 @@ class _PureRegion(nn.Module):
         region, structure, context = self.hidden
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = weight
-        return call_forward(region, structure.fill(inputs), context)
+        arguments = structure.fill(inputs)
+        result = call_forward(region, arguments, context)
+        leaves, spec = pytree.tree_flatten(arguments)
+        # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.
+        if spec != structure.spec or any(leaf is not old for leaf, old in zip(leaves, structure.flat(inputs))):
+            raise Unsupported("a region that writes to a list or dictionary it is given")
+        return result
 
 
 def export_region(variant: Variant, host: Host) -> ExportedRegion:
@@ -148,8 +181,8 @@ def _spec(
         device=str(variant.device),
         weights=weights,
         inputs=tuple(
-            InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt)
-            for t, fmt in zip(inputs, formats, strict=True)
+            InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt, hints, symbolic)
+            for t, fmt, hints, symbolic in zip(inputs, formats, variant.hints, variant.symbolic, strict=True)
         ),
         guards=_guards(inputs),
         mutated=mutated,

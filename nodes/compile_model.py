@@ -41,6 +41,14 @@ class CompileModel:
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"},
         }
 
+    @classmethod
+    def VALIDATE_INPUTS(cls, verify: bool = True) -> bool:  # noqa: N802  ComfyUI's name
+        """ComfyUI asks when a prompt is queued; imports can then go on while it loads the checkpoint."""
+        from ..compiler.hosts.comfy import warm_up
+
+        warm_up()
+        return True
+
     def compile(
         self,
         model: Any,
@@ -51,16 +59,16 @@ class CompileModel:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return the compiled clone, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_model
+        from ..compiler.hosts.comfy import Request, compile_model
 
-        compiled, text = compile_model(
-            model,
+        request = Request(
             backend,
             verify,
-            workflow=messages.workflow_id(prompt, extra_pnginfo),
-            node_id=str(unique_id),
+            str(unique_id),
+            messages.running_workflow(prompt, extra_pnginfo),
             on_change=lambda changed: messages.show(unique_id, changed),
         )
+        compiled, text = compile_model(model, request)
         messages.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (compiled,)}
 

@@ -9,8 +9,10 @@ from typing import Any
 import folder_paths
 
 from ..compiler.files import write_whole
+from ..compiler.graph import CompiledGraph
 from ..compiler.graph_file import (
     SUFFIX,
+    Entry,
     GraphFileError,
     StoredGraph,
     UntrustedFile,
@@ -31,14 +33,14 @@ def register_folder() -> None:
 
 
 class SaveGraph:
-    """Writes the graphs that a model uses to one file; compiles them first if nothing has."""
+    """Writes the graphs that a model and a VAE use to one file; compiles them first if nothing has."""
 
     CATEGORY = "compiled graphs"
     FUNCTION = "save"
     RETURN_TYPES = ()
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Saves the compiled graphs of a model to one signed file under models/compiled_graphs. It holds no weights, "
+        "Writes the compiled graphs of a model and a VAE to a file under models/compiled_graphs. It holds no weights, "
         "and serves every checkpoint and LoRA of the architecture on this machine."
     )
     SEARCH_ALIASES = ["save compiled", "export graph", "model graph saver", "onediff"]
@@ -47,48 +49,40 @@ class SaveGraph:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         return {
             "required": {
-                "model": (
-                    "MODEL",
-                    {"tooltip": "A compiled model. One that is not yet is compiled now."},
-                ),
                 "filename_prefix": ("STRING", {"default": "graphs", "tooltip": "The file is PREFIX_00001_" + SUFFIX}),
             },
             "optional": {
+                "model": ("MODEL", {"tooltip": "A compiled model. One that is not yet is compiled now."}),
+                "vae": ("VAE", {"tooltip": "A VAE from VAE Speedup. One that is not compiled yet is compiled now."}),
                 "after": (messages.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
-    def save(self, model: Any, filename_prefix: str, after: Any = None, unique_id: str = "") -> dict[str, Any]:
-        """Write the file and return the text the node shows. Raises ValueError with a sentence if it cannot."""
-        from ..compiler.hosts import comfy as host
+    def save(
+        self, filename_prefix: str, model: Any = None, vae: Any = None, after: Any = None, unique_id: str = ""
+    ) -> dict[str, Any]:
+        """Write the file and return the text the node shows: what was written, or why nothing was."""
+        from ..compiler.hosts.comfy import compile_model, compile_vae
 
-        graphs, told = host.graphs_in_use(model), ""
-        if not graphs:
-            compiled, told = host.compile_model(model, node_id=str(unique_id))
-            graphs = host.graphs_in_use(compiled)
-        if not graphs:
-            raise ValueError(f"Save Graph has nothing to save: {told}")
-        folder = folder_paths.get_folder_paths(FOLDER)[0]
-        os.makedirs(folder, exist_ok=True)
-        place, name, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
-        path = Path(place, f"{name}_{counter:05}_{SUFFIX}")
-        data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
-        write_whole(path, data)
-        text = f"{len(graphs)} graphs saved to {path.name}, {len(data) / 1e6:.1f} MB"
-        if told:
-            text += f"\ncompiled now: {told}"
+        graphs, told = _graphs_of(model, model, compile_model)
+        vae_graphs, vae_told = _graphs_of(vae, getattr(vae, "patcher", None), compile_vae)
+        told += vae_told
+        if graphs + vae_graphs:
+            text = "\n".join([_write(graphs + vae_graphs, filename_prefix), *told])
+        else:
+            text = "\n".join(["nothing saved", *(told or ["connect a model or a VAE"])])
         messages.show(unique_id, text)
         return {"ui": {"text": [text]}}
 
 
 class LoadGraph:
-    """Puts the graphs of a file into a model: nothing is traced and nothing is compiled."""
+    """Puts the graphs of a file into a model and a VAE: nothing is traced and nothing is compiled."""
 
     CATEGORY = "compiled graphs"
     FUNCTION = "load"
-    RETURN_TYPES = ("MODEL",)
-    OUTPUT_TOOLTIPS = ("The model with compiled blocks, as from Compile Model.",)
+    RETURN_TYPES = ("MODEL", "VAE")
+    OUTPUT_TOOLTIPS = ("The model with compiled blocks, as from Compile Model.", "The VAE, as from VAE Speedup.")
     DESCRIPTION = (
         "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled as Compile Model would; a "
         "file that is missing, damaged or from elsewhere is named, and the model is compiled."
@@ -100,15 +94,24 @@ class LoadGraph:
         files = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith(SUFFIX)]
         return {
             "required": {
-                "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
                 "graph": (files or [NONE], {"tooltip": "A file under models/compiled_graphs."}),
+            },
+            "optional": {
+                "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
+                "vae": ("VAE", {"tooltip": "The VAE to put the graphs into."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"},
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, graph: str) -> bool:  # noqa: N802  ComfyUI's name
-        """Accept any name: a workflow shared without its file still runs, compiled."""
+        """Accept any name: a workflow shared without its file still runs, compiled.
+
+        ComfyUI asks when a prompt is queued; imports can then go on while it loads the checkpoint.
+        """
+        from ..compiler.hosts.comfy import warm_up
+
+        warm_up()
         return True
 
     @classmethod
@@ -119,28 +122,67 @@ class LoadGraph:
 
     def load(
         self,
-        model: Any,
         graph: str,
+        model: Any = None,
+        vae: Any = None,
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
-        """Return the model with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_model
+        """Return the model and the VAE with the file's graphs, and the text the node shows."""
+        from ..compiler.hosts.comfy import Request, compile_model, compile_vae
 
-        graphs, problem = _read(graph)
-        loaded, text = compile_model(
-            model,
-            graphs[0].backend if graphs else "auto",
-            workflow=messages.workflow_id(prompt, extra_pnginfo),
-            node_id=str(unique_id),
-            on_change=lambda changed: messages.show(unique_id, changed),
-            graphs=graphs,
-            source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
-        )
-        text = "\n".join([problem, text] if problem else [text])
+        graphs, listed, problem = _read(graph)
+        texts = {"file": problem}
+
+        def tell(name: str, text: str) -> str:
+            texts[name] = text
+            return "\n".join(filter(None, texts.values()))
+
+        def request(name: str) -> Request:
+            return Request(
+                node_id=str(unique_id),
+                workflow=messages.running_workflow(prompt, extra_pnginfo),
+                on_change=lambda changed: messages.show(unique_id, tell(name, changed)),
+                graphs=graphs,
+                listed=listed,
+                source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
+            )
+
+        if model is not None:
+            model, text = compile_model(model, request("model"))
+            tell("model", text)
+        if vae is not None:
+            vae, text = compile_vae(vae, request("vae"), encode=None)
+            tell("vae", f"VAE: {text}")
+        text = tell("none", "" if model or vae else "connect a model or a VAE")
         messages.show(unique_id, text)
-        return {"ui": {"text": [text]}, "result": (loaded,)}
+        return {"ui": {"text": [text]}, "result": (model, vae)}
+
+
+def _graphs_of(thing: Any, patcher: Any, compile_thing: Any) -> tuple[list[CompiledGraph], list[str]]:
+    """Return the graphs that a model or a VAE uses, compiled now if need be, and what to tell of that."""
+    from ..compiler.hosts.comfy import graphs_in_use
+
+    if thing is None:
+        return [], []
+    if graphs := graphs_in_use(patcher):
+        return graphs, []
+    compiled, text = compile_thing(thing)
+    return graphs_in_use(getattr(compiled, "patcher", compiled)) or [], [f"compiled now: {text}"]
+
+
+def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
+    folder = folder_paths.get_folder_paths(FOLDER)[0]
+    os.makedirs(folder, exist_ok=True)
+    place, name, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
+    path = Path(place, f"{name}_{counter:05}_{SUFFIX}")
+    try:
+        data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
+        write_whole(path, data)
+    except OSError as error:
+        return f"{path.name} could not be written ({error.strerror or error}): make room, or save to another folder."
+    return f"{len(graphs)} graphs saved to {path.name}, {len(data) / 1e6:.1f} MB"
 
 
 def _find(name: str) -> Path | None:
@@ -151,16 +193,17 @@ def _find(name: str) -> Path | None:
     return Path(path) if path else None
 
 
-def _read(name: str) -> tuple[list[StoredGraph], str]:
-    """Return the graphs of a file, or nothing and one sentence with the reason."""
+def _read(name: str) -> tuple[list[StoredGraph], list[Entry], str]:
+    """Return the graphs of a file, or what they were and one sentence with the reason."""
     path = _find(name)
     if path is None:
-        return [], f"{name} is not in models/{FOLDER}; compiled instead (Save Graph makes the file)."
+        return [], [], f"{name} is not in models/{FOLDER}; compiled instead (Save Graph makes the file)."
     try:
         data = path.read_bytes()
-        return read_graphs(data, Trust()), ""
+        return read_graphs(data, Trust()), [], ""
     except UntrustedFile:
-        count = len(read_manifest(data))
-        return [], f"{name} was not made on this machine, so its {count} graphs are compiled here instead."
+        listed = read_manifest(data)
+        told = f"{name} was not made on this machine, so its {len(listed)} graphs are compiled here instead."
+        return [], listed, told
     except (OSError, GraphFileError) as error:
-        return [], f"{name} cannot be used, and the model is compiled instead: {error}."
+        return [], [], f"{name} cannot be used; compiled instead: {error}."

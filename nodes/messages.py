@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -27,13 +27,40 @@ ANY = _Any("*")
 def show(node_id: str, text: str) -> None:
     """Show a text on a node, wherever the frontend is."""
     log.info("Node %s: %s", node_id, text)
+    server = _server()
+    if server is not None and node_id:
+        server.send_sync(EVENT, {"node": str(node_id), "text": text})
+
+
+def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> Callable[[], str]:
+    """Return a function that names the workflow that runs when it is called.
+
+    That is the one a node was run for, until ComfyUI hands the node's cached output to another workflow; then
+    only the server's queue knows.
+    """
+    own = workflow_id(prompt, extra_pnginfo)
+    names: dict[str, str] = {}
+
+    def name() -> str:
+        queue = getattr(_server(), "prompt_queue", None)
+        try:
+            ((_, prompt_id, current, extra, *_),) = queue.currently_running.values()
+        except (AttributeError, TypeError, ValueError):  # no server, another kind of queue, several workers
+            return own
+        if prompt_id not in names:
+            names.clear()
+            names[prompt_id] = workflow_id(current, extra.get("extra_pnginfo"))
+        return names[prompt_id]
+
+    return name
+
+
+def _server() -> Any:
     try:
         from server import PromptServer
     except ImportError:
-        return
-    server = getattr(PromptServer, "instance", None)
-    if server is not None and node_id:
-        server.send_sync(EVENT, {"node": str(node_id), "text": text})
+        return None
+    return getattr(PromptServer, "instance", None)
 
 
 def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> str:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import time
 
 import pytest
+from compiled_graphs import __main__ as command_line
 from compiled_graphs.__main__ import main
-from compiled_graphs.compiler.graph_file import UntrustedFile, read_graphs, write_graphs
+from compiled_graphs.compiler.graph import GraphSpec
+from compiled_graphs.compiler.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
+from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
 
 
@@ -42,3 +47,182 @@ def test_it_runs_as_a_module(foreign):
     command = [sys.executable, "-m", "compiled_graphs", "trust", str(foreign)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+
+
+def graph(key, region="Block"):
+    """A graph of 2 MB, of noise, which does not compress."""
+    spec = GraphSpec(
+        region=region, device="cpu", weights=(), inputs=(), guards=(), mutated=(), outputs=(True,), tree="[1, {}]"
+    )
+    return StoredGraph(key, "ab", "[]", "eager", {}, spec, random.Random(key).randbytes(2_000_000))
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store with two graphs, which the command line finds."""
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "mine"))
+    monkeypatch.setenv("COMPILED_GRAPHS_STORE", str(tmp_path / "graphs"))
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
+    store = FolderStore(tmp_path / "graphs")
+    store.put(graph("a" * 64, "FirstBlock"))
+    store.put(graph("b" * 64, "SecondBlock"))
+    used(store, "a", "2021-03-04 05:06")
+    used(store, "b", "2022-03-04 05:06")
+    return store
+
+
+def path_of(store, letter):
+    return store.folder / f"{letter * 64}.graph.safetensors"
+
+
+def used(store, letter, when):
+    then = time.mktime(time.strptime(when, "%Y-%m-%d %H:%M"))
+    os.utime(path_of(store, letter), (then, then))
+
+
+def spoil(store, tmp_path):
+    """Add a damaged graph, a foreign one, and one with another's name."""
+    data = bytearray(path_of(store, "a").read_bytes())
+    data[-1] ^= 1
+    path_of(store, "d").write_bytes(data)
+    FolderStore(store.folder, Trust(tmp_path / "theirs")).put(graph("f" * 64, "Foreign"))
+    path_of(store, "n").write_bytes(path_of(store, "a").read_bytes())
+
+
+def names(store):
+    return "".join(sorted(path.name[0] for path in store.folder.iterdir()))
+
+
+def test_list_says_what_each_graph_is(store, capsys):
+    assert main(["store", "list"]) == 0
+    second, first, total = capsys.readouterr().out.splitlines()
+    assert first.split() == ["a" * 16, "FirstBlock", "eager", "2.0", "MB", "2021-03-04", "05:06"]
+    assert second.split() == ["b" * 16, "SecondBlock", "eager", "2.0", "MB", "2022-03-04", "05:06"]
+    assert total.startswith("2 graphs, 4.0 MB, of 10000.0 MB in ")
+
+
+def test_list_reads_whatever_lies_there_and_counts_as_no_use(store, tmp_path, capsys):
+    spoil(store, tmp_path)
+    path_of(store, "x").write_bytes(b"no graph")
+    before = store.entries()
+    assert main(["store", "list"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 7
+    assert "Foreign" in out
+    assert "not a graph file" in out
+    assert sorted(before, key=str) == sorted(store.entries(), key=str)
+
+
+def test_names_in_a_foreign_file_do_not_steer_the_terminal(store, tmp_path, capsys):
+    FolderStore(store.folder, Trust(tmp_path / "theirs")).put(graph("f" * 64, "\x1b[2J\nBlock"))
+    assert main(["store", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "?[2J?Block" in out
+    assert "\x1b" not in out
+
+
+def test_verify_finds_nothing_in_a_good_store(store, capsys):
+    assert main(["store", "verify"]) == 0
+    (total,) = capsys.readouterr().out.splitlines()
+    assert total.startswith("2 graphs, 4.0 MB,")
+    assert total.endswith("; 0 bad")
+
+
+def test_verify_says_what_is_wrong_with_each_file(store, tmp_path, capsys):
+    spoil(store, tmp_path)
+    assert main(["store", "verify"]) == 1
+    *lines, total = capsys.readouterr().out.splitlines()
+    said = {line[0]: line for line in lines}
+    assert sorted(said) == ["d", "f", "n"]
+    assert "damaged" in said["d"]
+    assert "not made on this machine" in said["f"]
+    assert "another graph than its name" in said["n"]
+    assert total.endswith("; 3 bad")
+    assert names(store) == "abdfn"
+
+
+def test_prune_removes_the_damaged_and_misnamed_and_leaves_the_foreign(store, tmp_path, capsys):
+    spoil(store, tmp_path)
+    (store.folder / ".new.partial").write_bytes(b"half")
+    (store.folder / "zebra.txt").write_bytes(b"mine")
+    assert main(["store", "prune"]) == 0
+    assert names(store) == "abfz"
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[1][0] for line in lines) == [".", "d", "n"]
+    assert total.startswith("3 graphs, 6.0 MB, left")
+
+
+def test_prune_brings_the_store_under_its_limit(store, monkeypatch, capsys):
+    store.put(graph("c" * 64))
+    monkeypatch.setenv("COMPILED_GRAPHS_STORE_LIMIT", "0.005")
+    assert main(["store", "prune"]) == 0
+    assert names(store) == "bc"
+    assert "last used 2021-03-04 05:06" in capsys.readouterr().out
+    assert main(["store", "prune", "--limit", "0.003"]) == 0
+    assert names(store) == "c"
+    assert main(["store", "prune", "--limit", "0"]) == 0
+    assert names(store) == ""
+
+
+@pytest.mark.parametrize("limit", ["much", "-1", "nan"])
+def test_a_limit_that_is_no_number_removes_nothing(store, limit):
+    with pytest.raises(SystemExit) as exit_:
+        main(["store", "prune", f"--limit={limit}"])
+    assert exit_.value.code == 2
+    assert names(store) == "ab"
+
+
+def test_clear_removes_the_stores_files_and_nothing_else(store, capsys):
+    with store.exclusive("a" * 64):
+        pass
+    (store.folder / ".new.partial").write_bytes(b"half")
+    (store.folder / "zebra.txt").write_bytes(b"mine")
+    assert main(["store", "clear"]) == 0
+    assert capsys.readouterr().out.startswith("2 graphs, 4.0 MB, removed from ")
+    assert names(store) == "z"
+
+
+def test_clear_says_what_it_could_not_remove(store, monkeypatch, capsys):
+    monkeypatch.setattr(FolderStore, "remove", lambda store, name: False)
+    assert main(["store", "clear"]) == 1
+    assert "2 graphs, 4.0 MB, left" in capsys.readouterr().out
+
+
+def test_a_place_on_the_command_line_comes_first(store, tmp_path, capsys):
+    FolderStore(tmp_path / "other").put(graph("c" * 64))
+    assert main(["store", "list", "--store", str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out.startswith("cccc")
+    assert main(["store", "list", "--store", (tmp_path / "other").as_uri()]) == 0
+    assert capsys.readouterr().out.startswith("cccc")
+    assert main(["store", "list", "--store", "memory://nothing"]) == 0
+    assert capsys.readouterr().out.startswith("0 graphs")
+
+
+def test_by_default_it_is_comfyuis_user_folder(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE")
+    installed = tmp_path / "ComfyUI" / "custom_nodes" / "compiled_graphs" / "__main__.py"
+    monkeypatch.setattr(command_line, "__file__", str(installed))
+    assert main(["store", "list"]) == 2
+    assert "--store" in capsys.readouterr().err
+    FolderStore(tmp_path / "ComfyUI" / "user" / "compiled_graphs").put(graph("c" * 64))
+    assert main(["store", "list"]) == 0
+    assert capsys.readouterr().out.startswith("cccc")
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "prune", "clear"])
+@pytest.mark.parametrize("place", ["{}/missing", "{}/file", "nonsense://place"])
+def test_a_bad_place_is_said_in_one_sentence(tmp_path, capsys, action, place):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["store", action, "--store", place.format(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+
+
+def test_a_store_that_cannot_be_listed_is_said_in_one_sentence(store, monkeypatch, capsys):
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(FolderStore, "_list", denied)
+    assert main(["store", "list"]) == 2
+    assert "Permission denied" in capsys.readouterr().err

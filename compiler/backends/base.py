@@ -31,6 +31,10 @@ class Backend(Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Do ahead, on any thread, what the first compile or load of a process costs: imports, for seconds."""
+        ...
+
     def compile(self, exported: ExportedRegion) -> Executable:
         """Compile a region. Raises the compiler's own errors. May take minutes, runs on any thread."""
         ...

@@ -43,6 +43,9 @@ class EagerBackend:
     def environment(self, device: torch.device) -> dict[str, str]:
         return {"backend": self.name, "torch": torch.__version__, "device": device.type}
 
+    def warm_up(self) -> None:
+        pass
+
     def compile(self, exported: ExportedRegion) -> EagerExecutable:
         return EagerExecutable(exported.program)
 

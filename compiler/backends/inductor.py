@@ -1,29 +1,39 @@
-"""Torch's Inductor, through the call that other projects ship on: `standalone_compile`.
+"""Torch's Inductor: through `standalone_compile` for GPUs, through AOTInductor for CPUs.
 
-It compiles one graph ahead of time and gives an artifact that can be saved, with no Dynamo guards and no
-cache keyed on anything but what we pass in.
+Both compile one graph ahead of time, with no Dynamo guards and no cache keyed on anything but what we pass in.
+`standalone_compile` gives an artifact that carries its GPU kernels, and other projects ship on it. For a CPU the
+same artifact carries only sources, so that a new process would run the C++ compiler again; AOTInductor gives a
+shared library, which loads in milliseconds. (On GPUs its packages crash on some Linux distributions.)
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import os
+import platform
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..graph import GraphSpec
+from ..graph import Executable, GraphSpec
 from ..trace import ExportedRegion
 
 OLDEST_TORCH = (2, 8)
 
 
-class InductorExecutable:
-    """A loaded or freshly compiled Inductor artifact."""
+class OtherProcessor(Exception):
+    """Machine code for a CPU with instructions that this one lacks."""
+
+
+class Artifact:
+    """What `standalone_compile` makes, fresh or loaded."""
 
     def __init__(self, artifact: Any) -> None:
         self._artifact = artifact
@@ -34,9 +44,83 @@ class InductorExecutable:
     def to_bytes(self) -> bytes:
         # Torch writes artifacts to paths only.
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
-            path = Path(folder, "artifact.bin")
+            path = Path(folder, "artifact")
             self._artifact.save(path=str(path), format="binary")
             return path.read_bytes()
+
+    @classmethod
+    def compile(cls, exported: ExportedRegion) -> Artifact:
+        from torch._inductor import standalone_compile
+
+        module = exported.program.graph_module
+        for node in module.graph.nodes:
+            # Inductor's cache keys on these; with real tensors in their place two widths got one key.
+            if node.meta.get("val") is not None:
+                node.meta["example_value"] = node.meta["val"]
+        results = module.graph.output_node()
+        results.args = (tuple(result for result in results.args[0] if result is not None),)
+        module.recompile()
+        examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        # Without it (torch 2.8, 2.9) the artifact is a set of cache entries, with it one self-contained callable.
+        ahead_of_time = {"aot": True} if "aot" in inspect.signature(standalone_compile).parameters else {}
+        return cls(standalone_compile(module, examples, dynamic_shapes="from_graph", **ahead_of_time))
+
+    @classmethod
+    def load(cls, data: bytes) -> Artifact:
+        from torch._inductor import CompiledArtifact
+
+        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+            path = Path(folder, "artifact")
+            path.write_bytes(data)
+            return cls(CompiledArtifact.load(path=str(path), format="binary"))
+
+
+class Library:
+    """What AOTInductor makes: a package (.pt2) around a shared library.
+
+    The library is built for the processor it is built on ("-march=native"), so its bytes name that one's
+    instruction sets.
+    """
+
+    _PACKAGE, _FEATURES = "graph.pt2", "cpu_features"
+
+    def __init__(self, data: bytes, runner: Any) -> None:
+        self._data = data
+        self._runner = runner
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [output for output in self._runner.loader.run(list(tensors)) if output is not None]
+
+    def to_bytes(self) -> bytes:
+        return self._data
+
+    @classmethod
+    def compile(cls, exported: ExportedRegion) -> Library:
+        from torch._inductor import aoti_compile_and_package, config
+
+        # AOTInductor writes into this setting; a dictionary of this compile's own takes it.
+        with (
+            config.patch({"aot_inductor.metadata": {}}),
+            tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder,
+        ):
+            path = Path(folder, cls._PACKAGE)
+            aoti_compile_and_package(exported.program, package_path=str(path))
+            buffer = io.BytesIO()
+            with zipfile.ZipFile(buffer, "w") as archive:
+                archive.write(path, cls._PACKAGE)
+                archive.writestr(cls._FEATURES, " ".join(sorted(_cpu_features())))
+        return cls.load(buffer.getvalue())
+
+    @classmethod
+    def load(cls, data: bytes) -> Library:
+        """Raises OtherProcessor if this one cannot run it."""
+        from torch._inductor import aoti_load_package
+
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if missing := set(archive.read(cls._FEATURES).decode().split()) - _cpu_features():
+                raise OtherProcessor(f"built for a CPU with {min(missing)}, which this one lacks")
+            with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+                return cls(data, aoti_load_package(archive.extract(cls._PACKAGE, folder)))
 
 
 class InductorBackend:
@@ -64,34 +148,31 @@ class InductorBackend:
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             runtime = torch.version.hip or torch.version.cuda or ""
             return fields | {"device": f"cuda {capability}", "runtime": runtime, "triton": triton.__version__}
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
+        capability = torch.backends.cpu.get_cpu_capability()
+        return fields | {"device": f"cpu {capability}", "platform": sysconfig.get_platform()}
 
-        return fields | {"device": f"cpu {pick_vec_isa()}", "platform": sysconfig.get_platform()}
+    def warm_up(self) -> None:
+        from torch._inductor.codecache import CacheBase, torch_key
 
-    def compile(self, exported: ExportedRegion) -> InductorExecutable:
-        from torch._inductor import standalone_compile
+        torch_key()
+        CacheBase.get_system()
 
-        module = exported.program.graph_module
-        for node in module.graph.nodes:
-            # Inductor's cache keys on these; with real tensors in their place two widths got one key.
-            if node.meta.get("val") is not None:
-                node.meta["example_value"] = node.meta["val"]
-        results = module.graph.output_node()
-        results.args = (tuple(result for result in results.args[0] if result is not None),)
-        module.recompile()
-        examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        # Without it (torch 2.8, 2.9) the artifact is a set of cache entries, with it one self-contained callable.
-        ahead_of_time = {"aot": True} if "aot" in inspect.signature(standalone_compile).parameters else {}
-        artifact = standalone_compile(module, examples, dynamic_shapes="from_graph", **ahead_of_time)
-        return InductorExecutable(artifact)
+    def compile(self, exported: ExportedRegion) -> Executable:
+        return (Library if exported.spec.device == "cpu" else Artifact).compile(exported)
 
-    def load(self, data: bytes, spec: GraphSpec) -> InductorExecutable:
-        from torch._inductor import CompiledArtifact
+    def load(self, data: bytes, spec: GraphSpec) -> Executable:
+        return (Library if spec.device == "cpu" else Artifact).load(data)
 
-        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
-            path = Path(folder, "artifact.bin")
-            path.write_bytes(data)
-            return InductorExecutable(CompiledArtifact.load(path=str(path), format="binary"))
+
+@lru_cache(maxsize=1)
+def _cpu_features() -> frozenset[str]:
+    """Return the instruction sets that the operating system names, or the processor's name as the only one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return frozenset(features or [platform.processor().replace(" ", "_")])
 
 
 def _missing_for_cuda(device: torch.device) -> str | None:
@@ -122,8 +203,7 @@ def _unwritable_cache() -> str | None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     try:
-        folder = cache_dir()
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=cache_dir()):
             return None
     except OSError as error:
         return f"Inductor cannot write to its folder ({error.strerror}): set TORCHINDUCTOR_CACHE_DIR to one it can."

@@ -7,13 +7,15 @@ ComfyUI takes the patches out again when it unloads the clone.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,19 +23,19 @@ import comfy.model_management
 import comfy.utils
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..attention import opaque_attention
 from ..backends import choose_backend
-from ..graph import CompiledGraph
+from ..fingerprint import fingerprint
+from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
-from ..probe import ModelCall, Sizes
+from ..probe import ModelCall
 from ..region import Region, find_regions
 from ..registry import Registry
-from ..skeleton import skeleton
-from ..store import FolderStore
+from ..store import StoreError, open_store
+from . import comfy_calls
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +97,13 @@ HOST = ComfyHost()
 def registry() -> Registry:
     """Return this ComfyUI's registry, with graphs kept in its user folder.
 
-    The environment variable COMPILED_GRAPHS_STORE names another folder.
+    The environment variable COMPILED_GRAPHS_STORE names another folder, or an fsspec URL.
     """
-    return Registry(store=FolderStore(os.environ.get("COMPILED_GRAPHS_STORE") or _default_folder()))
+    try:
+        return Registry(open_store(os.environ.get("COMPILED_GRAPHS_STORE") or _default_folder()))
+    except StoreError as error:
+        log.warning("Compiled graphs go to ComfyUI's user folder, not where COMPILED_GRAPHS_STORE says: %s", error)
+        return Registry(open_store(_default_folder()))
 
 
 def _default_folder() -> str:
@@ -108,36 +114,101 @@ def _default_folder() -> str:
     return os.path.join(folder_paths.models_dir, "compiled_graphs", "store")
 
 
-def compile_model(
-    patcher: Any,
-    backend: str = "auto",
-    verify: bool = True,
-    workflow: str = "",
-    node_id: str = "",
-    on_change: Callable[[str], None] = lambda text: None,
-    graphs: Sequence[StoredGraph] = (),
-    source: str = "",
-) -> tuple[Any, str]:
+@dataclass(frozen=True)
+class Request:
+    """What a node wants of the object it is given."""
+
+    backend: str = "auto"
+    verify: bool = True
+    node_id: str = ""
+    workflow: Callable[[], str] = lambda: ""
+    """Asked whenever the object runs: ComfyUI may hand one node's output to another workflow."""
+    on_change: Callable[[str], None] = lambda text: None
+    """Told when a later prompt compiles more, or a graph is retired."""
+    graphs: Sequence[StoredGraph] = ()
+    """From a file. They serve the regions they were made for; only what they leave is looked for elsewhere."""
+    listed: Sequence[GraphIdentity] = ()
+    """From a file whose graphs cannot be loaded: compiled here, at once."""
+    source: str = ""
+    """What people call the file."""
+
+
+def warm_up(backend: str = "auto") -> None:
+    """Begin, in a thread, the imports that the first compile or load of this process needs: 2 to 4 seconds."""
+    chosen, _ = choose_backend(backend, comfy.model_management.get_torch_device())
+    if chosen is not None and chosen.name not in _WARMED:
+        _WARMED.add(chosen.name)
+        threading.Thread(target=chosen.warm_up, name=f"warm up {chosen.name}", daemon=True).start()
+
+
+_WARMED: set[str] = set()
+
+
+def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]:
     """Return a clone of a ModelPatcher whose regions run compiled, and what to tell the person.
 
     The clone shares the model and its weights with the original. If nothing can be compiled here the
-    original comes back, with the reason and the remedy. `on_change` is told when a later prompt compiles
-    more or a graph is retired. `graphs`, from a file that people know as `source`, serve the regions they
-    were made for; only what they leave is looked for elsewhere. Raises only what ComfyUI raises to cancel
-    a prompt.
+    original comes back, with the reason and the remedy. Raises only what ComfyUI raises to cancel a prompt.
     """
-    device = patcher.load_device
-    chosen, reason = choose_backend(backend, device)
-    if chosen is None:
-        return patcher, f"not compiled: {reason}"
     clone = _clone(patcher)
     network = getattr(clone.model, "diffusion_model", None)
     if network is None:
         return patcher, f"not compiled: {type(clone.model).__name__} has no diffusion model"
-    regions, taken = _free_regions(clone, network)
+    kind = _network_kind(clone.model)
+    call = comfy_calls.sampling_call(clone, HOST)
+    text = _install(clone, network, "diffusion_model.", {"forward": call}, patcher.load_device, kind, request)
+    return (clone if graphs_in_use(clone) is not None else patcher), text
+
+
+def compile_vae(vae: Any, request: Request = Request(), encode: bool | None = False) -> tuple[Any, str]:
+    """Return a copy of a `comfy.sd.VAE` whose regions run compiled, and what to tell the person.
+
+    The copy shares the network and its weights with the original, which is never touched, and has a
+    patcher of its own. The decoder is compiled, and the encoder too with `encode`; None means: if the
+    request's graphs have it. Otherwise as `compile_model`.
+    """
+    network = vae.first_stage_model
+    if network is None:
+        return vae, "not compiled: the checkpoint has no VAE"
+    if encode is None:
+        encode = _lists_encoder(network, [*request.graphs, *request.listed])
+    twin = copy.copy(vae)
+    twin.patcher = _clone(vae.patcher)
+    methods = ("decode", "encode") if encode else ("decode",)
+    calls = {method: comfy_calls.coding_call(vae, method) for method in methods}
+    text = _install(twin.patcher, network, "", calls, vae.device, "VAE", request)
+    return (twin if graphs_in_use(twin.patcher) is not None else vae), text
+
+
+def graphs_in_use(patcher: Any) -> list[CompiledGraph] | None:
+    """Return the graphs that a compiled ModelPatcher uses, or None if it is not compiled."""
+    found = (getattr(patch, "compiled", None) for patch in patcher.object_patches.values())
+    compiled = next((model for model in found if model is not None), None)
+    return None if compiled is None else compiled.graphs()
+
+
+def _install(
+    clone: Any,
+    network: nn.Module,
+    prefix: str,
+    calls: Mapping[str, ModelCall],
+    device: torch.device,
+    kind: str,
+    request: Request,
+) -> str:
+    """Compile a network and put the graphs into a patcher; return what to tell the person.
+
+    `calls` are the methods by which the host enters the network, and how it would call them.
+    """
+    regions, taken = _free_regions(clone, network, prefix, calls)
+    chosen, reason = choose_backend(_backend_name(request, regions), device)
+    if chosen is None:
+        return f"not compiled: {reason}"
     if not regions:
-        return patcher, f"not compiled: {type(network).__name__} has no block that repeats{_taken_text(taken)}"
-    model_forward = _ModelForward(network, _foreign_forward(clone, network, "diffusion_model.forward"))
+        return f"not compiled: {type(network).__name__} has no block that repeats{_taken_text(taken)}"
+    entrances = [
+        _Entrance(network, method, _foreign_forward(clone, network, prefix + method, method)) for method in calls
+    ]
     compiled = CompiledModel(
         network,
         regions,
@@ -145,29 +216,53 @@ def compile_model(
         chosen,
         registry(),
         HOST,
-        model_forward.current_call,
-        verify,
-        lambda: on_change(_text()),
+        lambda: next((call for entrance in entrances if (call := entrance.current_call())), None),
+        request.verify,
+        lambda: request.on_change(text()),
     )
 
-    def _text() -> str:
+    def text() -> str:
         summary = compiled.summary()
-        text = loaded_text(summary, source) if source else summary_text(summary)
-        return "\n".join([text, *refused]) + _taken_text(taken)
+        told = loaded_text(summary, request.source) if request.source else summary_text(summary)
+        return "\n".join([told, *refused]) + _taken_text(taken)
 
-    refused = compiled.load(graphs) if graphs else []
-    if compiled.summary().waiting:
+    refused = compiled.load(request.graphs)
+    compiled.compile_listed([*request.graphs, *request.listed], _progress(request.node_id))
+    for call in calls.values() if compiled.summary().waiting else ():
         try:
-            compiled.prepare(_synthetic_call(clone), _progress(node_id))
+            compiled.prepare(call, _progress(request.node_id))
         except CannotCallAhead as reason:
             name = type(network).__name__
-            log.info("%s is compiled at its first step; it cannot be called ahead of it: %s", name, reason)
-    model_forward.compiled = compiled
-    clone.add_object_patch("diffusion_model.forward", model_forward)
+            log.info("%s is compiled when it first runs; it cannot be called ahead of it: %s", name, reason)
+    for entrance in entrances:
+        entrance.compiled = compiled
+        entrance.on_call = _role(request, kind, compiled)
+        clone.add_object_patch(prefix + entrance.method, entrance)
     for path, forward in compiled.forwards().items():
-        clone.add_object_patch(f"diffusion_model.{path}.forward", forward)
-    registry().assign(workflow, f"{node_id}:model", compiled)
-    return clone, _text()
+        clone.add_object_patch(f"{prefix}{path}.forward", forward)
+    entrances[0].on_call()
+    return text()
+
+
+def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], None]:
+    known: set[str] = set()
+    reference = weakref.ref(compiled)
+
+    def play() -> None:
+        workflow = request.workflow()
+        model = reference()
+        if workflow not in known and model is not None:
+            known.add(workflow)
+            registry().assign(workflow, f"{request.node_id}:{kind}", model)
+
+    return play
+
+
+def _network_kind(model: nn.Module) -> str:
+    """Return what people call a network in a workflow."""
+    if type(model).__name__ == "SDXLRefiner":
+        return "refiner UNet"
+    return "base UNet" if type(model.diffusion_model).__name__ == "UNetModel" else "diffusion model"
 
 
 def summary_text(summary: Summary) -> str:
@@ -176,26 +271,21 @@ def summary_text(summary: Summary) -> str:
     found = ", ".join(f"{count} from {place}" for count, place in sources if count)
     text = f"{summary.regions} regions, {summary.compiled} compiled{f' ({found})' if found else ''}, "
     text += f"{summary.eager} eager, {summary.seconds:.1f} s"
-    if summary.waiting:
-        text += f"; {summary.waiting} compile when first used"
-    return "\n".join([text, *(f"eager: {reason}" for reason in summary.reasons)])
+    return _with_rest(text, summary)
 
 
 def loaded_text(summary: Summary, source: str) -> str:
     """Return what Load Graph shows, such as "14 of 14 regions from sdxl_00001_, 0 compiled, 0.9 s"."""
-    served = summary.from_file + summary.from_memory
-    text = f"{min(served, summary.regions)} of {summary.regions} regions from {source}, "
+    text = f"{summary.loaded} of {summary.regions} regions from {source}, "
+    text += f"{summary.from_disk} from disk, " if summary.from_disk else ""
     text += f"{summary.compiles} compiled, {summary.seconds:.1f} s"
+    return _with_rest(text, summary, [f"compiled here: {region}" for region in summary.compiled_here])
+
+
+def _with_rest(text: str, summary: Summary, lines: Sequence[str] = ()) -> str:
     if summary.waiting:
         text += f"; {summary.waiting} compile when first used"
-    return "\n".join([text, *(f"eager: {reason}" for reason in summary.reasons)])
-
-
-def graphs_in_use(patcher: Any) -> list[CompiledGraph]:
-    """Return the graphs that a compiled ModelPatcher uses; nothing if it is not compiled."""
-    patch = patcher.object_patches.get("diffusion_model.forward")
-    compiled = getattr(patch, "compiled", None)
-    return compiled.graphs() if compiled else []
+    return "\n".join([text, *lines, *(f"eager: {reason}" for reason in summary.reasons)])
 
 
 def _taken_text(taken: int) -> str:
@@ -209,28 +299,49 @@ def _clone(patcher: Any) -> Any:
     return patcher.clone()
 
 
-def _free_regions(clone: Any, network: nn.Module) -> tuple[list[Region], int]:
+def _free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
     """Return the regions whose `forward` nobody else replaces, and how many somebody does."""
-    regions = find_regions(network)
-    free = [region for region in regions if _is_free(clone, region)]
+    regions = [region for region in find_regions(network) if _is_reached(region, methods)]
+    free = [r for r in regions if _foreign_forward(clone, r.module, f"{prefix}{r.path}.forward", "forward") is None]
     return free, len(regions) - len(free)
 
 
-def _is_free(clone: Any, region: Region) -> bool:
-    name = f"diffusion_model.{region.path}.forward"
-    return _foreign_forward(clone, region.module, name) is None
+def _is_reached(region: Region, methods: Iterable[str]) -> bool:
+    """A VAE's two halves are told apart by name: "decoder", "taesd_encoder", "first_stage.encoder" ..."""
+    unwanted = {"decode", "encode"} - set(methods)
+    return len(unwanted) != 1 or f"{unwanted.pop()}r" not in region.path
 
 
-def _foreign_forward(clone: Any, module: nn.Module, name: str) -> Callable | None:
-    """Return what another extension has put in the place of a module's `forward`, as a patch or directly.
+def _backend_name(request: Request, regions: Iterable[Region]) -> str:
+    """Return the backend that a file's graphs for these regions have, or the one that was asked for."""
+    known = _fingerprints(regions) if request.graphs else set()
+    return next((graph.backend for graph in request.graphs if graph.fingerprint in known), request.backend)
+
+
+def _lists_encoder(network: nn.Module, listed: Sequence[GraphIdentity]) -> bool:
+    regions = find_regions(network) if listed else []
+    decoder, encoder = (_fingerprints(r for r in regions if _is_reached(r, (m,))) for m in ("decode", "encode"))
+    return not (encoder - decoder).isdisjoint(identity.fingerprint for identity in listed)
+
+
+def _fingerprints(regions: Iterable[Region]) -> set[str]:
+    found = set()
+    for region in regions:
+        with suppress(Exception):  # a block can hold anything, and anything can refuse to be looked at
+            found.add(fingerprint(region.module, HOST))
+    return found
+
+
+def _foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> Callable | None:
+    """Return what another extension has put in the place of a module's method, as a patch or directly.
 
     `get_model_object` looks past the patches of another clone that is loaded just now. Of an earlier Compile
     Model, only what it found there counts; the later node decides.
     """
-    forward = clone.get_model_object(name)
-    if type(forward).__name__ in ("RegionForward", "_ModelForward"):
-        return forward.inner
-    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+    found = clone.get_model_object(name)
+    if type(found).__name__ in ("RegionForward", "_Entrance"):
+        return found.inner
+    return None if getattr(found, "__func__", None) is getattr(type(module), method) else found
 
 
 def _progress(node_id: str) -> Callable[[Progress], None]:
@@ -249,143 +360,31 @@ def _progress(node_id: str) -> Callable[[Progress], None]:
     return report
 
 
-class _ModelForward:
-    """Takes the place of the network's `forward` to know, inside a region, which call is running."""
+class _Entrance:
+    """Takes the place of the method by which ComfyUI enters a network, to tell a region which call is running."""
 
-    def __init__(self, network: nn.Module, inner: Callable | None) -> None:
+    def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
         self._network = weakref.ref(network)
         self._cls = type(network)
+        self.method = method
         self.inner = inner
         self.compiled: CompiledModel | None = None
         """What it was installed with, for those who hold only the patcher."""
+        self.on_call: Callable[[], None] = lambda: None
         self._running = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = getattr(self._running, "call", None)
         self._running.call = (args, kwargs)
+        self.on_call()
         try:
             if self.inner is not None:
                 return self.inner(*args, **kwargs)
-            return self._cls.forward(self._network(), *args, **kwargs)
+            return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
         finally:
             self._running.call = outer
 
     def current_call(self) -> ModelCall | None:
         """Return the running call as one that can be repeated at other sizes."""
         call = getattr(self._running, "call", None)
-        return None if call is None else lambda twin, sizes: _repeat(twin, *call, sizes)
-
-
-def _repeat(twin: nn.Module, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
-    """Repeat a call of a network at other sizes; if it bears no other batch than its own, at that one."""
-    # Stable Video Diffusion has its frames in the batch, and their number as an argument.
-    frames = kwargs.get("num_video_frames") or 1
-    try:
-        _call_resized(twin, args, kwargs, sizes, sizes.batch * frames)
-    except Exception:
-        _call_resized(twin, args, kwargs, sizes, args[0].shape[0])
-
-
-def _call_resized(twin: nn.Module, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
-    """Call a network with empty tensors in place of a call's own, and without patches."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("control", "transformer_options")}
-    latent = args[0]
-    context = kwargs.get("context")
-    tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
-    area = (sizes.frames, sizes.height, sizes.width)[-(latent.ndim - 2) :]
-    if latent.ndim == 5 and latent.shape[2] == 1:
-        area = (1, *area[1:])
-
-    def resize(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        if shape and shape[0] == latent.shape[0]:
-            shape[0] = batch
-        if tensor.ndim == latent.ndim:
-            shape[2:] = area
-        elif tensor.ndim in (2, 3) and tokens is not None and shape[1] == tokens:
-            shape[1] = sizes.tokens
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-
-    args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
-    twin(*args, transformer_options={}, **kwargs)
-
-
-def _synthetic_call(patcher: Any) -> ModelCall:
-    """Return a call of the network as sampling would make it, from what the model says of itself.
-
-    Conditioning goes through the model's own `extra_conds` (`comfy.model_base.BaseModel`), so each
-    architecture gets its own inputs. The widths of text and pooled embeddings are read off its config.
-    """
-    model, device = patcher.model, patcher.load_device
-
-    def call(network: nn.Module, sizes: Sizes) -> None:
-        config = model.model_config.unet_config
-        widths = _text_width(config), _pooled_width(config)
-        try:
-            _apply(_base_around(model, network), device, sizes, *widths)
-        except Exception:
-            if _latent_dimensions(model) < 3:
-                raise
-            # An image model on video latents takes one frame.
-            _apply(_base_around(model, network), device, replace(sizes, frames=1), *widths)
-
-    return call
-
-
-def _base_around(model: nn.Module, network: nn.Module) -> nn.Module:
-    """Return a copy of a BaseModel around another network, with its own small buffers."""
-    rest = {name: child for name, child in model._modules.items() if name != "diffusion_model"}
-    base = model.__class__.__new__(model.__class__)
-    base.__dict__.update(model.__dict__)
-    base.__dict__["_modules"] = {
-        **{n: skeleton(c, HOST, lambda t: t) for n, c in rest.items()},
-        "diffusion_model": network,
-    }
-    return base
-
-
-def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, pooled_width: int) -> None:
-    area = (sizes.frames, sizes.height, sizes.width)[-_latent_dimensions(base) :]
-    latent = torch.empty((sizes.batch, base.latent_format.latent_channels, *area), device=device)
-    conditions = base.extra_conds(
-        noise=latent,
-        latent_image=latent,
-        device=device,
-        cross_attn=torch.empty((sizes.batch, sizes.tokens, text_width), device=device),
-        pooled_output=torch.empty((sizes.batch, pooled_width), device=device),
-        width=sizes.width * 8,
-        height=sizes.height * 8,
-        prompt_type="positive",
-        seed=0,
-    )
-    whole = (*area, *[0] * len(area))
-    inputs = {
-        name: condition.process_cond(batch_size=sizes.batch, device=device, area=whole).cond
-        for name, condition in conditions.items()
-    }
-    base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), transformer_options={}, **inputs)
-
-
-def _latent_dimensions(model: nn.Module) -> int:
-    return getattr(model.latent_format, "latent_dimensions", 2)
-
-
-def _text_width(config: Mapping[str, Any]) -> int:
-    for name in ("context_dim", "context_in_dim", "text_dim", "joint_attention_dim", "cap_feat_dim", "cond_seq_dim",
-                 "caption_channels", "text_states_dim", "cross_attention_dim"):  # fmt: skip
-        width = config.get(name)
-        if isinstance(width, list):
-            width = width[0]
-        if isinstance(width, int):
-            return width
-    embedder = config.get("context_embedder_config") or {}
-    return embedder.get("params", {}).get("in_features", 4096)
-
-
-def _pooled_width(config: Mapping[str, Any]) -> int:
-    """A UNet's `adm_in_channels` is SDXL's pooled embedding and its sizes; a DiT's is the pooled width."""
-    if "vec_in_dim" in config:
-        return config["vec_in_dim"] or 768
-    if "context_embedder_config" in config:
-        return config.get("adm_in_channels") or 2048
-    return 1280
+        return None if call is None else lambda twin, sizes: comfy_calls.repeat(twin, self.method, *call, sizes)

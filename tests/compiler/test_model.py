@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.dispatch import MAX_STRUCTURES
+from compiled_graphs.compiler.graph_file import StoredGraph, read_manifest, write_graphs
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.jobs import CompileJobs
 from compiled_graphs.compiler.model import CannotCallAhead
 from compiled_graphs.compiler.probe import FIRST
 from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.trust import Trust
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -403,3 +407,112 @@ def test_a_block_that_cannot_be_described_runs_eagerly_with_the_reason(registry)
     assert compiled.summary().compiled == 1
     (reason,) = compiled.counters.eager_calls
     assert reason.startswith("a block that cannot be described (RuntimeError")
+
+
+def written(network, trust):
+    """A graph file of a network compiled elsewhere, and its graphs."""
+    graphs = [StoredGraph.of(graph) for graph in compile_network(copy.deepcopy(network), Registry()).graphs()]
+    return graphs, write_graphs(graphs, trust)
+
+
+def test_graphs_of_a_file_serve_without_a_call_and_without_compiling(registry):
+    network = transformer()
+    graphs, _ = written(network, Trust())
+    x = network.inputs(sizes())[0]
+    expected = copy.deepcopy(network)(x)
+    compiled = install(network, registry)
+    with compiled.counters.expect(compiles=0, from_file=1):
+        assert compiled.load(graphs) == []
+        same(network(x), expected)
+    assert not compiled.counters.eager_calls
+    assert (compiled.summary().loaded, compiled.summary().compiled) == (1, 1)
+
+
+def test_graphs_of_another_environment_are_not_loaded_and_the_field_that_differs_is_named(registry):
+    network = Pyramid()
+    graphs, _ = written(network, Trust())
+    foreign = [replace(graph, environment={**graph.environment, "torch": "2.1"}) for graph in graphs]
+    compiled = install(network, registry)
+    (told,) = compiled.load(foreign)
+    assert (
+        told == f"2 graphs of the file were made for torch 2.1, and this is {torch.__version__}; compiled here instead"
+    )
+    assert compiled.summary().compiled == 0
+
+
+def test_a_list_of_graphs_is_compiled_without_a_call_and_serves_it(registry, tmp_path):
+    network = transformer()
+    _, data = written(network, Trust(tmp_path / "elsewhere"))
+    x = network.inputs(sizes())[0]
+    expected = copy.deepcopy(network)(x)
+    compiled = install(network, registry)
+    told = []
+    with compiled.counters.expect(compiles=1, from_file=0):
+        compiled.compile_listed(read_manifest(data), told.append)
+        same(network(x), expected)
+    assert [(p.done, p.total, p.source) for p in told] == [(1, 1, "compiled")]
+    assert not compiled.counters.eager_calls
+    assert compiled.summary().compiled_here == ("TransformerBlock (blocks.0)",)
+
+
+def test_what_a_list_leads_to_has_the_key_that_a_call_leads_to(registry):
+    network = transformer()
+    graphs, _ = written(network, Trust())
+    install(network, registry).compile_listed(graphs)
+    assert compile_network(network, registry).counters.from_memory == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"structure": "[]"},
+        {"structure": "nonsense"},
+        {"structure": '[["dict",[[["str","x"],["tensor",3,"torch.nonsense","cpu"]]]],[]]'},
+        {"fingerprint": "another"},
+        {"hints": (0, 7, WIDTH)},
+        {"hints": (2**40, 7, WIDTH)},
+        {"hints": ("2", 7, WIDTH)},
+        {"hints": (2, 7)},
+        {"symbolic": ()},
+    ],
+    ids=str,
+)
+def test_a_list_that_makes_no_sense_compiles_nothing(registry, change):
+    network = transformer()
+    graphs, _ = written(network, Trust())
+    parts = {name: change.pop(name) for name in ("hints", "symbolic") if name in change}
+    spec = graphs[0].spec
+    bad = replace(graphs[0], spec=replace(spec, inputs=(replace(spec.inputs[0], **parts),)), **change)
+    compiled = install(network, registry)
+    with compiled.counters.expect(compiles=0):
+        compiled.compile_listed([bad])
+    compiled.prepare(call)
+    assert compiled.summary().compiled == 1
+
+
+def test_a_list_cannot_make_a_machine_compile_without_end(registry):
+    network = transformer()
+    graphs, _ = written(network, Trust())
+    spec = graphs[0].spec
+    texts = [graphs[0].structure.replace('"x"', f'"x{number}"') for number in range(50)]
+    many = [replace(graphs[0], structure=text, spec=spec) for text in texts]
+    compiled = install(network, registry)
+    compiled.compile_listed(many)
+    assert compiled.counters.compiles <= MAX_STRUCTURES
+    assert len(compiled.summary().reasons) <= MAX_STRUCTURES
+
+
+def test_a_cancelled_list_keeps_what_is_done(registry):
+    class Cancelled(Exception):
+        pass
+
+    class Cancelling(Host):
+        def check_cancelled(self):
+            raise Cancelled
+
+    graphs, _ = written(transformer(), Trust())
+    network = transformer()
+    compiled = install(network, registry, host=Cancelling())
+    with pytest.raises(Cancelled):
+        compiled.compile_listed(graphs)
+    assert compiled.counters.compiles == 0

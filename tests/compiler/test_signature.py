@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections import namedtuple
+
 import pytest
 import torch
-from compiled_graphs.compiler.signature import TENSOR, Unsupported, bind, call_forward, graph_key, read
+from compiled_graphs.compiler.signature import TENSOR, Call, Unsupported, bind, call_forward, graph_key, parse, read
 from networks import KeywordBlock, OptionsBlock, StreamBlock, TransformerBlock
 from torch import nn
 
@@ -133,3 +135,40 @@ def test_positional_only_and_variable_arguments_are_bound():
     x = torch.ones(3)
     bound = bind(Positional, (x, x, x), {"scale": 3, "bias": x}, frozenset())
     assert call_forward(Positional(), bound.arguments, bound.context).tolist() == [6.0, 6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -0.0, float("inf"), "text", torch.float16, torch.device("cuda", 1), torch.channels_last,
+        torch.strided, [1, (2.5, {"a": None})], {"b": {}, "a": torch.zeros(2, 3, dtype=torch.half)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_structure_can_be_read_back_from_its_text(value):
+    written, tensors = read(Call({"x": tokens(), "option": value}, {"transformer_options": {}}))
+    parsed, found = parse(written.text)
+    assert (parsed.spec, repr(parsed.leaves), parsed.context) == (written.spec, repr(written.leaves), written.context)
+    assert found == [(t.ndim, t.dtype) for t in tensors]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "null", "[]", "{}", "[1, 2]", '[["dict", 3], []]', '[["os.system", "true"], []]', '[["tensor"], []]',
+        '[["tensor", 2, "torch.nn", "cpu"], []]', '[["torch.dtype", "torch.load"], []]', '[["int", "x"], []]',
+        '[["dict", [[["list", []], ["int", 1]]]], []]', "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+def test_a_text_that_describes_no_call_is_refused(text):
+    with pytest.raises(ValueError, match="not the structure of a call"):
+        parse(text)
+
+
+def test_a_container_that_only_python_can_make_is_part_of_the_key_but_cannot_be_read_back():
+    Pair = namedtuple("Pair", "a b")
+    one, other = (read(Call({"x": Pair(tokens(), value)}, {}))[0] for value in (1, 2))
+    assert one.text != other.text
+    with pytest.raises(ValueError, match="not the structure"):
+        parse(one.text)

@@ -3,17 +3,30 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import pickle
+import random
 import subprocess
 import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import ClassVar
 
+import filelock
+import fsspec
 import pytest
 import torch
+from compiled_graphs.compiler import store as store_module
 from compiled_graphs.compiler.files import write_whole
 from compiled_graphs.compiler.graph import GraphSpec, InputSpec, WeightSpec
 from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.store import FolderStore
+from compiled_graphs.compiler.store import FolderStore, StoreError, UrlStore, default_limit, open_store
 from compiled_graphs.compiler.trust import Trust
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from networks import ConvolutionNetwork, StreamNetwork, call, compile_network, said, sizes, transformer
 from safetensors.torch import save
 
@@ -36,11 +49,11 @@ def store(tmp_path):
 
 
 def files(store):
-    return sorted(path.name for path in store.folder.iterdir())
+    return sorted(path.name for path in store.folder.iterdir() if path.is_file())
 
 
 def only_file(store):
-    (path,) = store.folder.iterdir()
+    (path,) = (path for path in store.folder.iterdir() if path.is_file())
     return path
 
 
@@ -49,6 +62,33 @@ def fail_with(error):
         raise error
 
     return fail
+
+
+def graph(key, size=1000):
+    """A graph whose file is larger by its size: noise, which does not compress."""
+    return dataclasses.replace(GRAPH, key=key, executable=random.Random(key).randbytes(size))
+
+
+def keys(store):
+    return [entry.name.split(".")[0] for entry in sorted(store.entries(), key=lambda entry: entry.name)]
+
+
+def last_used(store, key, seconds_ago):
+    then = time.time() - seconds_ago
+    os.utime(store.folder / f"{key}.graph.safetensors", (then, then))
+
+
+@contextmanager
+def python(script, *arguments):
+    """A process that runs a script, and does not outlive the block."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_graph_comes_back_as_it_was_put(store):
@@ -110,6 +150,7 @@ def test_a_folder_in_the_place_of_a_file_counts_as_absent(store):
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_full_disk_is_said_once_and_leaves_no_partial_file(store, monkeypatch, caplog, step):
+    Trust().sign(b"")  # the key has been made: it is the graph that finds no space
     monkeypatch.setattr(os, step, fail_with(OSError(errno.ENOSPC, "No space left on device")))
     assert store.put(GRAPH) is False
     assert files(store) == []
@@ -133,21 +174,35 @@ def test_an_interrupted_write_leaves_the_old_graph(store, monkeypatch):
     assert len(files(store)) == 1
 
 
-KILLED = """
-import os, sys
-os.fsync = lambda handle: os._exit(9)
-from compiled_graphs.compiler.files import write_whole
+WRITER = """
+import sys
 from pathlib import Path
-write_whole(Path(sys.argv[1]), b"newer" * 100)
+from compiled_graphs.compiler.files import write_whole
+contents = b"0" * 2_000_000, b"1" * 2_000_000
+print("writing", flush=True)
+while True:
+    for content in contents:
+        write_whole(Path(sys.argv[1]), content)
 """
 
 
-def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
+def test_a_file_is_whole_after_each_of_100_kills(tmp_path):
     path = tmp_path / "graph"
-    write_whole(path, b"old")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, check=False).returncode == 9
-    assert path.read_bytes() == b"old"
+    contents = b"0" * 2_000_000, b"1" * 2_000_000
+    write_whole(path, contents[0])
+    survivors, interrupted = set(), 0
+    for moment in range(100):
+        with python(WRITER, path) as writer:
+            writer.stdout.readline()
+            time.sleep(random.Random(moment).uniform(0, 0.03))
+        content = path.read_bytes()
+        assert content in contents
+        survivors.add(content)
+        for partial in tmp_path.glob(".*.partial"):
+            partial.unlink()
+            interrupted += 1
+    assert len(survivors) == 2
+    assert interrupted > 10
 
 
 def test_a_restart_with_the_same_store_compiles_nothing(store):
@@ -198,6 +253,7 @@ def test_with_a_full_disk_the_graph_still_serves_this_session(store, monkeypatch
     network = transformer()
     x = network.inputs(sizes())
     expected = network(*x)
+    Trust().sign(b"")
     monkeypatch.setattr(os, "fsync", fail_with(OSError(errno.ENOSPC, "No space left on device")))
     compiled = compile_network(network, Registry(store))
     torch.testing.assert_close(network(*x), expected)
@@ -211,3 +267,485 @@ def test_without_a_store_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     compile_network(transformer(), Registry(), probe=call)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_least_recently_used_graphs_go_first(store):
+    for age, key in enumerate(["newest", "middle", "oldest"]):
+        store.put(graph(key))
+        last_used(store, key, 100 * age + 100)
+    size = only_size(store)
+    store.limit = 3 * size
+    store.put(graph("next"))
+    assert keys(store) == ["middle", "newest", "next"]
+    store.limit = size
+    store.put(graph("last"))
+    assert keys(store) == ["last"]
+
+
+def test_a_get_keeps_a_graph_alive(store):
+    for age, key in enumerate(["unused", "used"]):
+        store.put(graph(key))
+        last_used(store, key, 100 * age + 100)
+    store.limit = 2 * only_size(store)
+    assert store.get("used")
+    store.put(graph("next"))
+    assert keys(store) == ["next", "used"]
+
+
+def test_within_the_limit_nothing_goes(store):
+    for key in ("a", "b", "c"):
+        store.put(graph(key))
+    store.limit = sum(entry.size for entry in store.entries())
+    store.put(graph("c"))
+    assert keys(store) == ["a", "b", "c"]
+
+
+def test_the_graph_just_written_stays_though_it_is_larger_than_the_limit(store, tmp_path):
+    store.put(graph("small"))
+    small = FolderStore(store.folder, limit=10)
+    assert small.put(graph("large", 100_000)) is True
+    assert keys(store) == ["large"]
+    assert store.get("large") == graph("large", 100_000)
+
+
+def test_only_graph_files_count_and_go(store):
+    store.put(graph("old"))
+    (store.folder / "notes.txt").write_bytes(bytes(10_000))
+    (store.folder / "folder.graph.safetensors").mkdir()
+    store.limit = only_size(store)
+    store.put(graph("new"))
+    assert keys(store) == ["new"]
+    assert {path.name for path in store.folder.iterdir()} == {
+        "folder.graph.safetensors",
+        "new.graph.safetensors",
+        "notes.txt",
+    }
+
+
+def test_a_file_that_cannot_be_removed_is_passed_over(store, monkeypatch, caplog):
+    for age, key in enumerate(["newer", "older", "open"]):
+        store.put(graph(key))
+        last_used(store, key, 100 * age + 100)
+    unlink = Path.unlink
+
+    def windows_unlink(path, missing_ok=False):
+        if path.name.startswith("open"):
+            raise PermissionError(errno.EACCES, "The process cannot access the file")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", windows_unlink)
+    store.limit = 3 * only_size(store)
+    assert store.put(graph("next")) is True
+    assert keys(store) == ["newer", "next", "open"]
+    assert said(caplog) == []
+
+
+def test_a_file_that_vanished_meanwhile_counts_as_gone(store, monkeypatch, caplog):
+    for age, key in enumerate(["newer", "older", "vanished"]):
+        store.put(graph(key))
+        last_used(store, key, 100 * age + 100)
+    listed = store.entries()
+    (store.folder / "vanished.graph.safetensors").unlink()
+    monkeypatch.setattr(store, "_list", lambda: listed)
+    store.shrink(2 * listed[0].size)
+    monkeypatch.undo()
+    assert keys(store) == ["newer", "older"]
+    assert said(caplog) == []
+
+
+def only_size(store):
+    """The size that all graph files of a store have."""
+    (size,) = {entry.size for entry in store.entries()}
+    return size
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        (None, 10 * 10**9),
+        ("", 10 * 10**9),
+        ("2.5", 2.5e9),
+        ("0", 0),
+        ("much", 10 * 10**9),
+        ("-1", 10 * 10**9),
+        ("nan", 10 * 10**9),
+        ("inf", 10 * 10**9),
+    ],
+)
+def test_the_limit_is_in_gigabytes_and_nonsense_is_ten(monkeypatch, tmp_path, text, limit):
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
+    if text is not None:
+        monkeypatch.setenv("COMPILED_GRAPHS_STORE_LIMIT", text)
+    assert default_limit() == limit
+    assert FolderStore(tmp_path).limit == limit
+
+
+def test_partial_files_of_the_dead_are_swept_and_those_of_the_living_stay(store):
+    store.put(graph("a"))
+    for name, minutes in ((".dead.partial", 61), (".living.partial", 59), ("mine.partial", 61), (".mine", 61)):
+        path = store.folder / name
+        path.write_bytes(b"half")
+        then = time.time() - 60 * minutes
+        os.utime(path, (then, then))
+    store.put(graph("b"))
+    assert files(store) == [".living.partial", ".mine", "a.graph.safetensors", "b.graph.safetensors", "mine.partial"]
+
+
+def test_partial_files_are_not_graphs(store):
+    store.put(graph("a"))
+    (store.folder / ".half.graph.safetensors").write_bytes(b"half")
+    assert keys(store) == ["a"]
+
+
+def test_entries_say_name_size_and_last_use(store):
+    assert store.entries() == []
+    before = time.time() - 1
+    store.put(graph("a"))
+    (entry,) = store.entries()
+    assert entry.name == "a.graph.safetensors"
+    assert entry.size == len(store.read(entry.name)) == only_file(store).stat().st_size
+    assert before <= entry.used <= time.time() + 1
+    assert store.remove(entry.name) is True
+    assert store.entries() == []
+
+
+def test_clear_removes_what_the_store_wrote_and_nothing_else(store):
+    store.put(graph("a"))
+    with store.exclusive("a"):
+        pass
+    (store.folder / ".new.partial").write_bytes(b"half")
+    (store.folder / "notes.txt").write_bytes(b"mine")
+    (store.folder / "mine").mkdir()
+    assert [entry.name for entry in store.clear()] == ["a.graph.safetensors"]
+    assert sorted(path.name for path in store.folder.iterdir()) == ["mine", "notes.txt"]
+
+
+COMPILER = """
+import pickle, sys, time
+from pathlib import Path
+from compiled_graphs.compiler.store import FolderStore
+store, graph = FolderStore(sys.argv[1]), pickle.loads(Path(sys.argv[2]).read_bytes())
+print("ready", flush=True)
+sys.stdin.readline()
+with store.exclusive(graph.key):
+    if store.get(graph.key) == graph:
+        print("found", flush=True)
+    else:
+        time.sleep(0.5)
+        store.put(graph)
+        print("compiled", flush=True)
+"""
+
+
+def test_two_processes_that_want_one_graph_compile_it_once(store, tmp_path):
+    (tmp_path / "graph").write_bytes(pickle.dumps(GRAPH))
+    arguments = COMPILER, store.folder, tmp_path / "graph"
+    with python(*arguments) as first, python(*arguments) as second:
+        assert [process.stdout.readline() for process in (first, second)] == ["ready\n"] * 2
+        for process in (first, second):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        done = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert sorted(done) == ["compiled\n", "found\n"]
+
+
+HOLDER = """
+import sys, time
+from compiled_graphs.compiler.store import FolderStore
+with FolderStore(sys.argv[1]).exclusive(sys.argv[2]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_frees_its_lock(store, monkeypatch, caplog):
+    with python(HOLDER, store.folder, "0123") as holder:
+        assert holder.stdout.readline() == "held\n"
+        monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.2)
+        with store.exclusive("0123"):
+            assert len(said(caplog)) == 1
+    caplog.clear()
+    monkeypatch.setattr(store_module, "LOCK_LIMIT", 30)
+    with store.exclusive("0123"):
+        assert said(caplog) == []
+
+
+def test_threads_take_turns(store):
+    inside, most = 0, 0
+
+    def work():
+        nonlocal inside, most
+        with store.exclusive("0123"):
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.02)
+            inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (inside, most) == (0, 1)
+
+
+def test_who_has_waited_long_goes_on_without_the_lock(store, monkeypatch, caplog):
+    monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.1)
+    with store.exclusive("0123"):
+        assert said(caplog) == []
+        with FolderStore(store.folder).exclusive("0123"):
+            (message,) = said(caplog)
+            assert "compiling beside it" in message
+        with FolderStore(store.folder).exclusive("0123"):
+            assert len(said(caplog)) == 2
+
+
+def test_other_graphs_do_not_wait(store, monkeypatch, caplog):
+    monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.1)
+    with store.exclusive("0123"), store.exclusive("1123"):
+        assert said(caplog) == []
+
+
+def test_there_are_no_more_locks_than_pairs_of_characters(store):
+    for number in range(600):
+        with store.exclusive(f"{number % 256:02x}{number:062x}"):
+            pass
+    assert len(list((store.folder / "locks").iterdir())) <= 256
+
+
+def test_an_error_inside_goes_out_and_frees_the_lock(store, monkeypatch, caplog):
+    with pytest.raises(TimeoutError, match="mine"), store.exclusive("0123"):
+        raise TimeoutError("mine")
+    monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.1)
+    with store.exclusive("0123"):
+        assert said(caplog) == []
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), PermissionError(errno.EACCES, "denied"), OSError("strange")])
+def test_where_there_can_be_no_lock_it_goes_on_without_a_word(store, monkeypatch, caplog, error):
+    monkeypatch.setattr(filelock.FileLock, "acquire", fail_with(error))
+    with store.exclusive("0123"):
+        assert store.put(GRAPH) is True
+    assert said(caplog) == []
+
+
+def test_a_lock_folder_that_cannot_be_made_is_no_obstacle(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    with FolderStore(tmp_path / "file").exclusive("0123"):
+        pass
+    assert said(caplog) == []
+
+
+class Bucket(MemoryFileSystem):
+    """S3 as s3fs shows it: a listing that is remembered, with LastModified."""
+
+    protocol = "s3"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    listed = None
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("s3://"))
+
+    def ls(self, path, detail=True, **kwargs):
+        if self.listed is None:
+            self.listed = super().ls(path, detail=True)
+            for info in self.listed:
+                info["LastModified"] = datetime.fromtimestamp(info.pop("created"), timezone.utc)
+        return self.listed
+
+    def invalidate_cache(self, path=None):
+        self.listed = None
+
+
+class Unreachable(fsspec.AbstractFileSystem):
+    """A file system whose every operation fails, and not with an OSError."""
+
+    protocol = "unreachable"
+
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("the endpoint cannot be reached")
+
+    ls = info = _open = _rm = rm_file = pipe_file = cat_file = invalidate_cache = fail
+
+
+class Unconnectable(Unreachable):
+    protocol = "unconnectable"
+
+    def __init__(self, *args, **kwargs):
+        self.fail()
+
+
+class Unlistable(MemoryFileSystem):
+    protocol = "unlistable"
+    ls = _rm = Unreachable.fail
+
+
+@pytest.fixture
+def drivers(monkeypatch):
+    """Make these protocols of fsspec for a test, and leave its memory empty."""
+    made = (Bucket, Unreachable, Unconnectable, Unlistable)
+    for driver in made:
+        monkeypatch.setitem(_registry, driver.protocol, driver)
+    yield
+    for driver in made:
+        driver.clear_instance_cache()
+    Bucket.store.clear()
+    MemoryFileSystem.store.clear()
+
+
+URLS = ["memory://graphs", "memory://graphs/", "memory://", "s3://bucket/fleet/graphs", "dir::memory://graphs"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_graph_comes_back_from_a_url(drivers, url, caplog):
+    store = open_store(url)
+    assert isinstance(store, UrlStore)
+    assert store.get(GRAPH.key) is None
+    assert store.entries() == []
+    assert store.put(GRAPH) is True
+    assert store.get(GRAPH.key) == GRAPH
+    assert UrlStore(url).get(GRAPH.key) == GRAPH
+    assert keys(store) == [GRAPH.key]
+    assert store.read(store.entries()[0].name)
+    with store.exclusive(GRAPH.key), store.exclusive(GRAPH.key):
+        pass
+    assert [entry.name for entry in store.clear()] == [f"{GRAPH.key}.graph.safetensors"]
+    assert store.entries() == []
+    assert said(caplog) == []
+
+
+def test_a_restart_with_the_same_url_compiles_nothing(drivers):
+    network = transformer()
+    assert compile_network(network, Registry(UrlStore("s3://bucket/graphs"))).counters.compiles == 1
+    again = compile_network(network, Registry(UrlStore("s3://bucket/graphs")))
+    assert (again.counters.compiles, again.counters.from_disk) == (0, 1)
+
+
+@pytest.mark.parametrize("url", ["memory://graphs", "s3://bucket/graphs"])
+def test_at_a_url_the_graphs_written_first_go_first(drivers, url):
+    store = UrlStore(url)
+    for key in ("c", "a", "b"):
+        store.put(graph(key))
+        time.sleep(0.002)
+    assert store.get("c")
+    store.limit = 3 * only_size(store)
+    store.put(graph("d"))
+    assert keys(store) == ["a", "b", "d"]
+    store.limit = 10
+    store.put(graph("a"))
+    assert keys(store) == ["a"]
+
+
+def test_what_another_worker_wrote_counts(drivers):
+    mine, theirs = UrlStore("s3://bucket/graphs"), UrlStore("s3://bucket/graphs")
+    mine.put(graph("a"))
+    Bucket(skip_instance_cache=True).pipe_file("bucket/graphs/b.graph.safetensors", b"theirs")
+    assert keys(mine) == keys(theirs) == ["a", "b"]
+
+
+def test_a_url_holds_only_graphs_of_its_own_key(drivers, tmp_path, caplog):
+    UrlStore("memory://graphs", Trust(tmp_path / "elsewhere")).put(GRAPH)
+    assert UrlStore("memory://graphs").get(GRAPH.key) is None
+    assert "not made on this machine" in said(caplog)[0]
+
+
+def test_workers_that_share_the_key_share_the_graphs(drivers, tmp_path):
+    (tmp_path / "shared").mkdir()
+    UrlStore("memory://graphs", Trust(tmp_path / "shared")).put(GRAPH)
+    assert UrlStore("memory://graphs", Trust(tmp_path / "shared")).get(GRAPH.key) == GRAPH
+
+
+@pytest.mark.parametrize("url", ["unreachable://graphs", "unconnectable://graphs"])
+def test_a_file_system_that_fails_in_its_own_way_is_an_empty_one(drivers, caplog, url):
+    store = open_store(url)
+    assert store.get(GRAPH.key) is None
+    (message,) = said(caplog)
+    assert "the endpoint cannot be reached" in message
+    caplog.clear()
+    assert store.put(GRAPH) is False
+    (message,) = said(caplog)
+    assert "the endpoint cannot be reached" in message
+    assert url in message
+    assert store.remove("graph") is False
+    with store.exclusive(GRAPH.key):
+        pass
+    with pytest.raises(OSError, match="the endpoint cannot be reached"):
+        store.entries()
+
+
+def test_a_place_that_keeps_one_waiting_is_left_alone_for_a_while(drivers, monkeypatch):
+    now, asked = [0.0], []
+
+    def fail_slowly(*args, **kwargs):
+        asked.append(args)
+        now[0] += store_module.PATIENCE + 1
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(Unreachable, "cat_file", fail_slowly)
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
+    store = UrlStore("unreachable://graphs")
+    assert [store.get("one"), store.get("two"), len(asked)] == [None, None, 1]
+    now[0] += store_module.PAUSE
+    assert [store.get("three"), len(asked)] == [None, 2]
+
+
+def test_with_an_unreachable_store_the_graph_still_serves_this_session(drivers):
+    network = transformer()
+    x = network.inputs(sizes())
+    expected = network(*x)
+    compiled = compile_network(network, Registry(UrlStore("unreachable://graphs")))
+    torch.testing.assert_close(network(*x), expected)
+    assert compiled.summary().compiled == 1
+
+
+def test_a_place_that_cannot_be_listed_still_keeps_graphs(drivers, caplog):
+    store = UrlStore("unlistable://graphs", limit=0)
+    assert store.put(GRAPH) is True
+    assert store.get(GRAPH.key) == GRAPH
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("place", ["{}", "file://{}", "local://{}"])
+def test_a_folder_is_a_folder_however_it_is_named(tmp_path, place):
+    store = open_store(place.format(tmp_path.as_posix()))
+    assert isinstance(store, FolderStore)
+    assert store.folder == tmp_path
+
+
+@pytest.mark.parametrize("place", ["graphs", "C:\\graphs", "c:/graphs", "./a/graphs", "\\\\server\\graphs"])
+def test_what_is_no_url_is_a_folder(place):
+    store = open_store(place)
+    assert isinstance(store, FolderStore)
+    assert store.folder == Path(place)
+
+
+def test_an_unknown_protocol_is_said_in_one_sentence():
+    with pytest.raises(StoreError, match=r"nonsense://x cannot be used .*nonsense.*s3://bucket/folder with s3fs"):
+        open_store("nonsense://x")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/graphs", "simplecache::s3://bucket/graphs"])
+def test_a_missing_driver_is_said_with_what_to_install(monkeypatch, url):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(StoreError, match="not installed here: Install s3fs"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("place", ["memory://graphs", "file:///graphs"])
+def test_without_fsspec_a_folder_will_do(monkeypatch, store, place):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    assert store.put(GRAPH) is True
+    with pytest.raises(StoreError, match="fsspec"):
+        open_store(place)
+
+
+def test_a_password_is_not_shown(drivers, caplog):
+    store = UrlStore("unreachable://somebody:secret@host/graphs")
+    store.put(GRAPH)
+    (message,) = said(caplog)
+    assert "unreachable://host/graphs" in message
+    with pytest.raises(StoreError) as error:
+        open_store("nonsense://somebody:secret@host/graphs")
+    assert "secret" not in message + str(error.value)

@@ -177,3 +177,27 @@ def test_a_size_that_differs_between_inputs_stays_two_symbols():
     spec = export(Stack(PairBlock), lambda network, at: network(*network.inputs(at), torch.randn(at.batch, 1, 16))).spec
     assert spec.fits(shapes((2, 7, 16), (2, 1, 16)))
     assert not spec.fits(shapes((2, 7, 16), (2, 7, 16)))
+
+
+class Caching(TransformerBlock):
+    """Keeps what it saw in a list of the caller's, as video decoders do between frames."""
+
+    def forward(self, x, cache):
+        cache[0] = x
+        return super().forward(x)
+
+
+class Popping(TransformerBlock):
+    def forward(self, x, cache):
+        return super().forward(x + cache.pop())
+
+
+@pytest.mark.parametrize("block", [Caching, Popping])
+def test_a_region_that_writes_to_a_list_it_is_given_is_refused(block):
+    def call_cached(network, at):
+        (x,) = network.inputs(at)
+        for child in network.blocks:
+            x = child(x, [torch.zeros_like(x)])
+
+    with pytest.raises(Unsupported, match="writes to a list"):
+        export(Stack(block), call_cached)

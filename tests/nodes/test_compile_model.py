@@ -43,7 +43,7 @@ def test_the_registry_knows_workflow_and_role(server, workflow):
     prompt["2"]["inputs"]["verify"] = False  # a node that ComfyUI has not cached
     server.run(prompt, workflow={"id": identity})
     report = server.get("/compiled_graphs/registry")
-    role = report["workflows"][identity]["roles"]["2:model"]
+    role = report["workflows"][identity]["roles"]["2:base UNet"]
     assert role["regions"] == role["compiled"] == role["variants"] == 3
     assert role["calls"] > 0
     assert role["reasons"] == {}

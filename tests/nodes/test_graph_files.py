@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 
 import pytest
 from comfy_server import PromptFailed
@@ -16,7 +18,7 @@ def totals(server):
 def saving(workflow):
     def make(**sampler):
         prompt = workflow(**sampler)
-        inputs = {"model": ["2", 0], "filename_prefix": "tiny", "after": ["6", 0]}
+        inputs = {"model": ["2", 0], "vae": ["1", 2], "filename_prefix": "tiny", "after": ["6", 0]}
         prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": inputs}
         return prompt
 
@@ -27,7 +29,8 @@ def saving(workflow):
 def loading(workflow):
     def make(graph, **sampler):
         prompt = workflow(**sampler)
-        prompt["2"] = {"class_type": "CG_LoadGraph", "inputs": {"model": ["1", 0], "graph": graph}}
+        prompt["2"] = {"class_type": "CG_LoadGraph", "inputs": {"model": ["1", 0], "vae": ["1", 2], "graph": graph}}
+        next(node for node in prompt.values() if node["class_type"] == "VAEDecode")["inputs"]["vae"] = ["2", 1]
         return prompt
 
     return make
@@ -38,6 +41,19 @@ def graph_files(home):
     return home / "models" / "compiled_graphs"
 
 
+def read_header(data):
+    """Return the metadata of a safetensors file, and its header and data as they are."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return header["__metadata__"], (header, data[8 + size :])
+
+
+def write_header(metadata, rest):
+    header, body = rest
+    text = json.dumps(header | {"__metadata__": metadata}).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
 def saved_name(text):
     return re.search(r"tiny_\d{5}_\.graph\.safetensors", text)[0]
 
@@ -45,20 +61,69 @@ def saved_name(text):
 def test_what_was_saved_loads_after_a_restart_without_tracing_or_compiling(home, start_server, saving, loading, pixels):
     with start_server() as first:
         outputs = first.run(saving(seed=1))
-        text = outputs["9"]["text"][0]
-        assert re.fullmatch(r"3 graphs saved to tiny_\d{5}_\.graph\.safetensors, 0\.\d MB", text), text
-        name, (image,) = saved_name(text), pixels(first, outputs)
-    for stored in (home / "graphs").iterdir():
-        stored.unlink()
+        text = outputs["9"]["text"][0].splitlines()
+        assert re.fullmatch(r"4 graphs saved to tiny_\d{5}_\.graph\.safetensors, \d\.\d MB", text[0]), text
+        assert text[1].startswith("compiled now: 1 regions, 1 compiled")
+        name, (image,) = saved_name(text[0]), pixels(first, outputs)
+    shutil.rmtree(home / "graphs")
+    shutil.rmtree(home / "inductor")
     with start_server() as restarted:
         outputs = restarted.run(loading(name, seed=1))
         text = outputs["2"]["text"][0]
         label = name.removesuffix(".graph.safetensors")
-        assert re.fullmatch(rf"3 of 3 regions from {label}, 0 compiled, [\d.]+ s", text), text
+        of = rf"regions from {label}, 0 compiled, [\d.]+ s"
+        assert re.fullmatch(rf"3 of 3 {of}\nVAE: 1 of 1 {of}", text), text
         counts = totals(restarted)
-        assert (counts["compiles"], counts["from_file"], counts["from_disk"]) == (0, 3, 0)
+        assert (counts["compiles"], counts["from_file"], counts["from_disk"]) == (0, 4, 0)
         assert counts["reasons"] == {}
         assert abs(pixels(restarted, outputs)[0] - image).max() <= 1
+        roles = next(iter(restarted.get("/compiled_graphs/registry")["workflows"].values()))["roles"]
+        assert {name: role["from_file"] for name, role in roles.items()} == {"2:base UNet": 3, "2:VAE": 1}
+        assert all(role["calls"] > 0 for role in roles.values())
+
+
+def test_what_a_file_lacks_is_compiled_and_named(server, loading, workflow):
+    prompt = {"1": workflow()["1"]}
+    prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": {"vae": ["1", 2], "filename_prefix": "tiny"}}
+    name = saved_name(server.run(prompt)["9"]["text"][0])
+    outputs = server.run(loading(name, seed=21))
+    lines = outputs["2"]["text"][0].splitlines()
+    assert lines[0].startswith(f"0 of 3 regions from {name.removesuffix('.graph.safetensors')}, ")
+    assert lines[-1].startswith("VAE: 1 of 1 regions from ")
+    assert outputs["8"]["images"]
+
+
+def test_a_file_from_elsewhere_is_the_list_of_what_is_compiled_here(server, loading, graph_files, saving, pixels):
+    outputs = server.run(saving(seed=22))
+    name = saved_name(outputs["9"]["text"][0])
+    data = (graph_files / name).read_bytes()
+    metadata, rest = read_header(data)
+    metadata["signature"] = "0" * 64
+    (graph_files / "theirs.graph.safetensors").write_bytes(write_header(metadata, rest))
+    loaded = server.run(loading("theirs.graph.safetensors", seed=22))
+    text = loaded["2"]["text"][0]
+    assert text.startswith(
+        "theirs.graph.safetensors was not made on this machine, so its 4 graphs are compiled here"
+    ), text
+    assert totals(server)["from_file"] == 0
+    assert abs(pixels(server, loaded)[0] - pixels(server, outputs)[0]).max() <= 1
+
+
+def test_with_nothing_connected_nothing_is_written_and_that_is_said(server, graph_files):
+    before = sorted(graph_files.rglob("*"))
+    prompt = {"9": {"class_type": "CG_SaveGraph", "inputs": {"filename_prefix": "none"}}}
+    assert server.run(prompt)["9"]["text"] == ["nothing saved\nconnect a model or a VAE"]
+    assert sorted(graph_files.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_the_image_still_comes(server, saving, graph_files):
+    prompt = saving(seed=23)
+    prompt["9"]["inputs"]["filename_prefix"] = "blocked/x"
+    (graph_files / "blocked").mkdir(parents=True)
+    (graph_files / "blocked" / "x_00001_.graph.safetensors").mkdir()
+    outputs = server.run(prompt)
+    assert "could not be written" in outputs["9"]["text"][0] or "graphs saved to x_00002_" in outputs["9"]["text"][0]
+    assert outputs["8"]["images"]
 
 
 def test_a_model_that_was_never_compiled_is_compiled_and_saved(server, workflow, graph_files):

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import tempfile
 
 import pytest
 import torch
 from compiled_graphs.compiler.backends import inductor
 from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
+from compiled_graphs.compiler.trust import Trust
 from networks import (
     CPU,
     WIDTH,
@@ -76,6 +82,64 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
             torch.testing.assert_close(network(ours, text), results, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(ours, written, atol=1e-4, rtol=1e-4)
         assert not compiled.counters.eager_calls
+
+
+LOADING = """
+import json, sys
+import torch
+from pathlib import Path
+from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.graph_file import read_graphs
+from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.trust import Trust
+from compiled_graphs.compiler.backends.inductor import InductorBackend
+from networks import install, sizes, transformer
+from torch._dynamo.utils import counters
+
+torch.set_grad_enabled(False)
+torch.manual_seed(0)
+network = transformer()
+x = network.inputs(sizes())[0]
+expected = network(x)
+compiled = install(network, Registry(), InductorBackend(), verify=False)
+refused = compiled.load(read_graphs(Path(sys.argv[1]).read_bytes(), Trust()))
+error = (network(x) - expected).abs().max().item()
+print(json.dumps([refused, error, totals.compiles, totals.from_file, dict(totals.eager_calls), counters]))
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name == "nt", reason="the compiler is watched through a shell script")
+def test_a_file_loads_in_a_new_process_with_empty_caches_and_without_any_compiler(tmp_path):
+    compiled = compile_network(transformer(), Registry(), BACKEND)
+    file = tmp_path / "graphs"
+    file.write_bytes(write_graphs([StoredGraph.of(graph) for graph in compiled.graphs()], Trust()))
+    compiler, used = tmp_path / "c++", tmp_path / "used"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >>{used}\nexit 1\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {
+        "CXX": str(compiler),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", LOADING, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    refused, error, compiles, from_file, eager_calls, torch_counted = json.loads(done.stdout.splitlines()[-1])
+    assert (refused, compiles, from_file, eager_calls) == ([], 0, 1, {})
+    assert error < 1e-4
+    assert not used.exists() or set(used.read_text().split()) == {"--version"}  # torch asks that when imported
+    assert not [name for group in torch_counted.values() for name in group], "torch traced or compiled"
+    assert not list((tmp_path / "inductor").rglob("*.so"))
+
+
+@needs_compiler
+def test_machine_code_for_another_processor_is_refused_by_name(monkeypatch):
+    exported = export(transformer())
+    data = BACKEND.compile(exported).to_bytes()
+    monkeypatch.setattr(inductor, "_cpu_features", lambda: frozenset())
+    with pytest.raises(inductor.OtherProcessor, match="which this one lacks"):
+        BACKEND.load(data, exported.spec)
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu"])

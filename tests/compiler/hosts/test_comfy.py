@@ -20,7 +20,7 @@ MODELS = ["tiny_sd15", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
 
 
 def compile_eager(model, **options):
-    return host.compile_model(model, "eager", **options)
+    return host.compile_model(model, host.Request("eager", **options))
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, bound: float = BOUND) -> None:
@@ -77,7 +77,7 @@ def test_after_the_first_prompt_nothing_compiles(name, load, sample, registry):
     with totals.expect(compiles=0):
         for change in changes:
             assert_same(sample(compiled, name, **change), sample(model, name, **change))
-    assert registry.report()["workflows"][""]["roles"][":model"]["reasons"] == {}
+    assert registry.report()["workflows"][""]["roles"].popitem()[1]["reasons"] == {}
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -159,11 +159,11 @@ def test_a_patch_that_reaches_into_a_region_runs_there_and_nowhere_else_eagerly(
     for patched in (ours, theirs):
         patched.set_model_attn1_patch(attn1_patch)
     assert_same(sample(ours, "tiny_sd15"), sample(theirs, "tiny_sd15"))
-    reasons = registry.report()["workflows"][""]["roles"][":model"]["reasons"]
+    reasons = registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"]
     assert list(reasons) == ["patch attn1_patch"]
     with totals.expect(compiles=0):
         assert_same(sample(compiled, "tiny_sd15"), sample(model, "tiny_sd15"))
-    assert registry.report()["workflows"][""]["roles"][":model"]["reasons"] == reasons
+    assert registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"] == reasons
 
 
 def test_a_replacement_patch_makes_only_its_own_block_eager(load, sample, registry):
@@ -174,7 +174,7 @@ def test_a_replacement_patch_makes_only_its_own_block_eager(load, sample, regist
         patched.set_model_attn2_replace(lambda q, k, v, options: q, "middle", 0)
     steps = 2
     assert_same(sample(ours, "tiny_sd15", steps=steps), sample(theirs, "tiny_sd15", steps=steps))
-    reasons = registry.report()["workflows"][""]["roles"][":model"]["reasons"]
+    reasons = registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"]
     assert reasons == {"replacement patch attn2": steps}
 
 
@@ -185,7 +185,7 @@ def test_patches_between_regions_leave_every_region_compiled(load, sample, regis
     for patched in (ours, theirs):
         patched.set_model_output_block_patch(lambda h, skip, options: (h * 1.1, skip))
     assert_same(sample(ours, "tiny_sd15"), sample(theirs, "tiny_sd15"))
-    assert registry.report()["workflows"][""]["roles"][":model"]["reasons"] == {}
+    assert registry.report()["workflows"][""]["roles"].popitem()[1]["reasons"] == {}
 
 
 def step_with_little_memory(model) -> torch.Tensor:
@@ -206,10 +206,10 @@ def test_weights_that_comfyui_patches_on_the_fly_run_eagerly_with_the_reason(loa
     model = load("tiny_sd15")
     compiled, _ = compile_eager(model)
     assert_same(step_with_little_memory(lora(compiled)), step_with_little_memory(lora(model)))
-    patched = registry.report()["workflows"][""]["roles"][":model"]["reasons"]
+    patched = registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"]
     assert set(patched) == {"weights changed on the fly (weight_function)"}
     assert_same(step_with_little_memory(compiled), step_with_little_memory(model))
-    streamed = registry.report()["workflows"][""]["roles"][":model"]["reasons"].keys() - patched.keys()
+    streamed = registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"].keys() - patched.keys()
     on_gpu = model.load_device.type == "cuda"
     assert streamed == ({f"weights on cpu while the model runs on {model.load_device}"} if on_gpu else set())
 
@@ -249,7 +249,7 @@ def test_progress_names_each_region(load, registry, caplog):
 def test_without_a_usable_compiler_the_model_passes_through(reason, backend, load, sample, registry, monkeypatch):
     model = load("tiny_sd15")
     monkeypatch.setattr(type(BACKENDS["inductor"]), "available", lambda self, device: reason)
-    passed, text = host.compile_model(model, backend)
+    passed, text = host.compile_model(model, host.Request(backend))
     assert passed is model
     assert text.startswith("not compiled: ")
     assert (reason or "There is no backend named 'nonsense'") in text
@@ -320,20 +320,20 @@ def test_nan_in_the_weights_is_eagers_business(load, sample, registry):
 
 def test_a_freed_model_is_not_kept_by_anything_of_ours(load, sample, registry):
     model = load("tiny_sd15")
-    compiled, _ = compile_eager(model, workflow="w", node_id="1")
+    compiled, _ = compile_eager(model, workflow=lambda: "w", node_id="1")
     sample(compiled, "tiny_sd15")
     network = weakref.ref(model.model.diffusion_model)
     comfy.model_management.unload_all_models()
     del model, compiled
     gc.collect()
     assert network() is None
-    assert registry.report()["workflows"]["w"]["roles"]["1:model"]["compiled"] == 0
+    assert registry.report()["workflows"]["w"]["roles"]["1:base UNet"]["compiled"] == 0
 
 
 @pytest.mark.parametrize("name", ["tiny_sd15"])
 def test_inductor_gives_eagers_image(name, load, sample, registry):
     model = load(name)
-    compiled, text = host.compile_model(model, "auto")
+    compiled, text = host.compile_model(model)
     assert "3 regions, 3 compiled, 0 eager" in text
     with totals.expect(compiles=0, retired=0):
         for change in ({}, {"height": 9, "width": 5, "batch": 3}, {"tokens": 154, "cfg": 1.0}):

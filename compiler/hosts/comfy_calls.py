@@ -1,0 +1,154 @@
+"""Calls of ComfyUI's networks that were never made: what sampling or decoding would pass, at any size.
+
+A call goes to a skeleton of the network under fake tensors, to learn which graphs it wants (see `probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..host import Host
+from ..probe import ModelCall, Sizes
+from ..skeleton import skeleton
+
+
+def repeat(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
+    """Repeat a call of a network's method at other sizes; if it bears no other batch than its own, at that one."""
+    # Stable Video Diffusion has its frames in the batch, and their number as an argument.
+    frames = kwargs.get("num_video_frames") or 1
+    try:
+        _call_resized(twin, method, args, kwargs, sizes, sizes.batch * frames)
+    except Exception:
+        _call_resized(twin, method, args, kwargs, sizes, args[0].shape[0])
+
+
+def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
+    """Call a network with empty tensors in place of a call's own, and without patches."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("control", "transformer_options")}
+    latent = args[0]
+    context = kwargs.get("context")
+    tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
+    area = (sizes.frames, sizes.height, sizes.width)[-(latent.ndim - 2) :]
+    if latent.ndim == 5 and latent.shape[2] == 1:
+        area = (1, *area[1:])
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == latent.shape[0]:
+            shape[0] = batch
+        if tensor.ndim == latent.ndim:
+            shape[2:] = area
+        elif tensor.ndim in (2, 3) and tokens is not None and shape[1] == tokens:
+            shape[1] = sizes.tokens
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
+    if method == "forward":
+        kwargs["transformer_options"] = {}
+        twin(*args, **kwargs)  # with hooks, unlike the method
+    else:
+        getattr(type(twin), method)(twin, *args, **kwargs)
+
+
+def sampling_call(patcher: Any, host: Host) -> ModelCall:
+    """Return a call of the network as sampling would make it, from what the model says of itself.
+
+    Conditioning goes through the model's own `extra_conds` (`comfy.model_base.BaseModel`), so each
+    architecture gets its own inputs. The widths of text and pooled embeddings are read off its config.
+    """
+    model, device = patcher.model, patcher.load_device
+
+    def call(network: nn.Module, sizes: Sizes) -> None:
+        config = model.model_config.unet_config
+        widths = _text_width(config), _pooled_width(config)
+        try:
+            _apply(_base_around(model, network, host), device, sizes, *widths)
+        except Exception:
+            if _latent_dimensions(model) < 3:
+                raise
+            # An image model on video latents takes one frame.
+            _apply(_base_around(model, network, host), device, replace(sizes, frames=1), *widths)
+
+    return call
+
+
+def coding_call(vae: Any, method: str) -> ModelCall:
+    """Return a call of a VAE's network ("decode" or "encode") as `comfy.sd.VAE` would make it."""
+    dimensions = getattr(vae, "latent_dim", 2)
+    # A video VAE says by functions of a length how much it compresses.
+    scale = vae.downscale_ratio if isinstance(vae.downscale_ratio, int | float) else vae.downscale_ratio[-1]
+
+    def call(network: nn.Module, sizes: Sizes) -> None:
+        area = (sizes.frames, sizes.height, sizes.width)[-dimensions:]
+        channels = vae.latent_channels
+        if method == "encode":
+            channels, area = 3, (*area[:-2], *(side * scale for side in area[-2:]))
+        data = torch.empty((sizes.batch, channels, *area), dtype=vae.vae_dtype, device=vae.device)
+        getattr(type(network), method)(network, data)
+
+    return call
+
+
+def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:
+    """Return a copy of a BaseModel around another network, with its own small buffers."""
+    rest = {name: child for name, child in model._modules.items() if name != "diffusion_model"}
+    base = model.__class__.__new__(model.__class__)
+    base.__dict__.update(model.__dict__)
+    base.__dict__["_modules"] = {
+        **{n: skeleton(c, host, lambda t: t) for n, c in rest.items()},
+        "diffusion_model": network,
+    }
+    return base
+
+
+def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, pooled_width: int) -> None:
+    area = (sizes.frames, sizes.height, sizes.width)[-_latent_dimensions(base) :]
+    latent = torch.empty((sizes.batch, base.latent_format.latent_channels, *area), device=device)
+    conditions = base.extra_conds(
+        noise=latent,
+        latent_image=latent,
+        device=device,
+        cross_attn=torch.empty((sizes.batch, sizes.tokens, text_width), device=device),
+        pooled_output=torch.empty((sizes.batch, pooled_width), device=device),
+        width=sizes.width * 8,
+        height=sizes.height * 8,
+        prompt_type="positive",
+        seed=0,
+    )
+    whole = (*area, *[0] * len(area))
+    inputs = {
+        name: condition.process_cond(batch_size=sizes.batch, device=device, area=whole).cond
+        for name, condition in conditions.items()
+    }
+    base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), transformer_options={}, **inputs)
+
+
+def _latent_dimensions(model: nn.Module) -> int:
+    return getattr(model.latent_format, "latent_dimensions", 2)
+
+
+def _text_width(config: Mapping[str, Any]) -> int:
+    for name in ("context_dim", "context_in_dim", "text_dim", "joint_attention_dim", "cap_feat_dim", "cond_seq_dim",
+                 "caption_channels", "text_states_dim", "cross_attention_dim"):  # fmt: skip
+        width = config.get(name)
+        if isinstance(width, list):
+            width = width[0]
+        if isinstance(width, int):
+            return width
+    embedder = config.get("context_embedder_config") or {}
+    return embedder.get("params", {}).get("in_features", 4096)
+
+
+def _pooled_width(config: Mapping[str, Any]) -> int:
+    """A UNet's `adm_in_channels` is SDXL's pooled embedding and its sizes; a DiT's is the pooled width."""
+    if "vec_in_dim" in config:
+        return config["vec_in_dim"] or 768
+    if "context_embedder_config" in config:
+        return config.get("adm_in_channels") or 2048
+    return 1280
