@@ -79,6 +79,20 @@ FLUX_DEV = {
 CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV}
 
 
+VAE_CONFIG = {
+    "double_z": True,
+    "z_channels": 4,
+    "resolution": 256,
+    "in_channels": 3,
+    "out_ch": 3,
+    "ch": 128,
+    "ch_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "attn_resolutions": [],
+    "dropout": 0.0,
+}
+
+
 def use_comfyui(path: Path) -> None:
     """Make ComfyUI's modules importable."""
     sys.argv = sys.argv[:1]  # ComfyUI parses the command line on import
@@ -99,14 +113,35 @@ def patcher(name: str, dtype: torch.dtype):
     config.set_inference_dtype(dtype, None)
     device = comfy.model_management.get_torch_device()
     model = config.get_model({}, "", device=device).eval()
-    generator = torch.Generator(device=device).manual_seed(0)
-    with torch.no_grad():
-        for parameter_name, parameter in model.diffusion_model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.fill_(float(parameter_name.endswith(("weight", "scale"))))
+    fill(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def vae(name: str, dtype: torch.dtype):
+    """Return a `comfy.sd.VAE`: "kl" as SD1.5 and SDXL have it, or "taesd"."""
+    import comfy.ldm.models.autoencoder
+    import comfy.sd
+    import comfy.taesd.taesd
+
+    if name == "taesd":
+        network = comfy.taesd.taesd.TAESD()
+    else:
+        network = comfy.ldm.models.autoencoder.AutoencoderKL(ddconfig=VAE_CONFIG, embed_dim=4)
+    fill(network)
+    return comfy.sd.VAE(sd=network.state_dict(), dtype=dtype)
+
+
+@torch.no_grad()
+def fill(network: torch.nn.Module) -> None:
+    """Fill every parameter: ComfyUI leaves uninitialised what no checkpoint fills."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, parameter in network.named_parameters():
+        device = parameter.device
+        generator = generators.setdefault(device, torch.Generator(device=device).manual_seed(0))
+        if parameter.ndim > 1:
+            parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+        else:
+            parameter.fill_(float(name.endswith(("weight", "scale"))))
 
 
 def step_inputs(model, name: str, batch: int, height: int, width: int, tokens: int = 77) -> dict:

@@ -1,4 +1,4 @@
-"""Attention as one opaque operator: a graph calls the host's attention function instead of tracing it.
+"""Attention as an opaque operator: a graph calls the host's attention function instead of tracing it.
 
 Hosts choose an attention kernel for the machine and the person (cuDNN, SageAttention, xFormers, chunked
 for little memory). Traced through, that choice would be lost, and a chunk size computed from today's
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+_MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
 _SCHEMA = (
     "attention(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
     "bool skip_reshape, bool skip_output_reshape) -> Tensor"
@@ -32,6 +33,9 @@ def register_operator() -> None:
     torch.library.define("compiled_graphs::attention", _SCHEMA.removeprefix("attention"))
     torch.library.impl("compiled_graphs::attention", "CompositeExplicitAutograd", _run)
     torch.library.register_fake("compiled_graphs::attention", _shape)
+    torch.library.define("compiled_graphs::map_attention", _MAP_SCHEMA)
+    torch.library.impl("compiled_graphs::map_attention", "CompositeExplicitAutograd", _run_map)
+    torch.library.register_fake("compiled_graphs::map_attention", lambda function, q, k, v: q.new_empty(q.shape))
 
 
 def opaque_attention(
@@ -63,6 +67,19 @@ def opaque_attention(
     )
 
 
+def opaque_map_attention(function: Callable) -> Callable:
+    """Return a stand-in for an attention function over feature maps, as VAEs have it, while a region is traced.
+
+    q, k, v and the result: [batch, channels, height, width] (`comfy.ldm.modules.diffusionmodules.model`,
+    `AttnBlock.optimized_attention`). A function that cannot be found again by its name comes back as it is.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    if not _can_resolve(name):
+        return function
+    register_operator()
+    return lambda q, k, v: torch.ops.compiled_graphs.map_attention(name, q, k, v)
+
+
 @lru_cache(maxsize=64)
 def _resolve(name: str) -> Callable:
     module, _, attribute = name.partition(":")
@@ -82,6 +99,10 @@ def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_re
         skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
     )  # fmt: skip
     return output.to(q.dtype).contiguous()
+
+
+def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _resolve(function)(q.contiguous(), k.contiguous(), v.contiguous()).to(q.dtype).contiguous()
 
 
 def _shape(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202

@@ -7,8 +7,10 @@ arguments, the host's patches, and where the weights are. What that leads to is 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +36,20 @@ MAX_STRUCTURES = 8
 
 Learn = Callable[["RegionKind", Structure], str | None]
 """Asked when a call has a structure that no graph serves: provides one, or says why not."""
+
+
+_everything = threading.local()
+
+
+@contextmanager
+def eagerly(reason: str) -> Iterator[None]:
+    """Run every region of this thread eagerly for a while."""
+    outer = getattr(_everything, "eager", None)
+    _everything.eager = reason
+    try:
+        yield
+    finally:
+        _everything.eager = outer
 
 
 @dataclass(frozen=True)
@@ -196,6 +212,8 @@ class RegionForward:
         return Plan(entry, order, relayout, spec.symbols_at_one(shapes))
 
     def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        if reason := getattr(_everything, "eager", None):
+            raise Unsupported(reason)
         if torch.is_grad_enabled():
             raise Unsupported("gradients are on")
         if torch.is_autocast_enabled(self._kind.device_type):

@@ -37,6 +37,9 @@ class Host:
         """
         raise KeyError(name)
 
+    def adapt(self, twin: nn.Module) -> None:
+        """Change a skeleton before it is traced, where a part of it must not be traced through."""
+
     def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None

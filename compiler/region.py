@@ -23,9 +23,10 @@ LISTED = frozenset(
         "comfy.ldm.modules.diffusionmodules.mmdit.JointBlock",
         "comfy.ldm.flux.layers.DoubleStreamBlock",
         "comfy.ldm.flux.layers.SingleStreamBlock",
-        # VAEs stack these one by one, and TAESD in a Sequential.
-        "comfy.ldm.modules.diffusionmodules.model.ResnetBlock",
-        "comfy.ldm.modules.diffusionmodules.model.Upsample",
+        # Halves of a VAE: one graph frees each feature map as soon as it is used, blocks hand each other copies.
+        "comfy.ldm.modules.diffusionmodules.model.Decoder",
+        "comfy.ldm.modules.diffusionmodules.model.Encoder",
+        # TAESD stacks these in a Sequential.
         "comfy.taesd.taesd.Block",
     }
 )

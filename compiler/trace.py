@@ -97,7 +97,7 @@ class _PureRegion(nn.Module):
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
         region, structure, context = self.hidden
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
-            group[name] = weight
+            group[name] = _laid_out(weight)
         arguments = structure.fill(inputs)
         result = call_forward(region, arguments, context)
         leaves, spec = pytree.tree_flatten(arguments)
@@ -119,6 +119,7 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         twin = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device))
+        host.adapt(twin)
         named = list(tensor_slots(twin))
         weights = [group[name] for _, (group, name) in named]
         formats = [_memory_format(variant, shape) for shape in variant.hints]
@@ -140,6 +141,18 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
         for (name, _), t in zip(named, weights, strict=True)
     )
     return ExportedRegion(program, _spec(variant, program, weight_specs, formats, mutated))
+
+
+def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """Let a graph transpose convolution weights itself, once per call.
+
+    Contiguous ones, which a host and its LoRAs keep, make the compiler choose contiguous activations, and
+    cuDNN then transposes each of those there and back. Weights laid out in place would slow the eager twin
+    that shares them.
+    """
+    if weight.device.type != "cuda" or weight.ndim not in (4, 5):
+        return weight
+    return weight.contiguous(memory_format=torch.channels_last if weight.ndim == 4 else torch.channels_last_3d)
 
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

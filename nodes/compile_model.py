@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from ..compiler.backends import BACKENDS, NAMES
-from . import messages
+from ..compiler.backends import NAMES
+from . import messages, sockets
 
 
 class CompileModel:
@@ -27,18 +25,8 @@ class CompileModel:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         return {
             "required": {"model": ("MODEL", {"tooltip": "The diffusion model to compile."})},
-            "optional": {
-                "backend": (NAMES, {"default": NAMES[0], "tooltip": _backend_tooltip()}),
-                "verify": (
-                    "BOOLEAN",
-                    {
-                        "default": True,
-                        "tooltip": "Compare each graph with the uncompiled block on its first call; one that differs "
-                        "is not used. Costs one uncompiled call per graph.",
-                    },
-                ),
-            },
-            "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"},
+            "optional": {"backend": sockets.backend(), "verify": sockets.VERIFY},
+            "hidden": sockets.HIDDEN,
         }
 
     @classmethod
@@ -59,25 +47,8 @@ class CompileModel:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return the compiled clone, and the text the node shows."""
-        from ..compiler.hosts.comfy import Request, compile_model
+        from ..compiler.hosts.comfy import compile_model
 
-        request = Request(
-            backend,
-            verify,
-            str(unique_id),
-            messages.running_workflow(prompt, extra_pnginfo),
-            on_change=lambda changed: messages.show(unique_id, changed),
-        )
-        compiled, text = compile_model(model, request)
+        compiled, text = compile_model(model, messages.request(backend, verify, unique_id, prompt, extra_pnginfo))
         messages.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (compiled,)}
-
-
-def _backend_tooltip() -> str:
-    """Say what each backend is, and of those that cannot run here why."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines = [
-        "auto: inductor. eager: the traced blocks without a compiler, to see whether tracing or compiling is at fault."
-    ]
-    reasons = {name: backend.available(device) for name, backend in BACKENDS.items()}
-    return "\n".join(lines + [f"{name}: {reason}" for name, reason in reasons.items() if reason])

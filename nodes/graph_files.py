@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..compiler.graph_file import (
     write_graphs,
 )
 from ..compiler.trust import Trust
-from . import messages
+from . import messages, sockets
 
 FOLDER = "compiled_graphs"
 NONE = "none"
@@ -54,7 +55,7 @@ class SaveGraph:
             "optional": {
                 "model": ("MODEL", {"tooltip": "A compiled model. One that is not yet is compiled now."}),
                 "vae": ("VAE", {"tooltip": "A VAE from VAE Speedup. One that is not compiled yet is compiled now."}),
-                "after": (messages.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
+                "after": (sockets.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -100,7 +101,7 @@ class LoadGraph:
                 "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
                 "vae": ("VAE", {"tooltip": "The VAE to put the graphs into."}),
             },
-            "hidden": {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"},
+            "hidden": sockets.HIDDEN,
         }
 
     @classmethod
@@ -130,7 +131,7 @@ class LoadGraph:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return the model and the VAE with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy import Request, compile_model, compile_vae
+        from ..compiler.hosts.comfy import compile_model, compile_vae
 
         graphs, listed, problem = _read(graph)
         texts = {"file": problem}
@@ -139,10 +140,9 @@ class LoadGraph:
             texts[name] = text
             return "\n".join(filter(None, texts.values()))
 
-        def request(name: str) -> Request:
-            return Request(
-                node_id=str(unique_id),
-                workflow=messages.running_workflow(prompt, extra_pnginfo),
+        def request(name: str) -> Any:
+            return replace(
+                messages.request("auto", True, unique_id, prompt, extra_pnginfo),
                 on_change=lambda changed: messages.show(unique_id, tell(name, changed)),
                 graphs=graphs,
                 listed=listed,

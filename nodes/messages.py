@@ -6,22 +6,15 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..compiler.hosts.comfy import Request
 
 log = logging.getLogger(__name__)
 
 EVENT = "compiled_graphs.status"
 """Websocket event `{"node": id, "text": text}`; `web/compiled_graphs.js` listens."""
-
-
-class _Any(str):
-    """A socket type that equals every other, as ComfyUI compares them."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-ANY = _Any("*")
 
 
 def show(node_id: str, text: str) -> None:
@@ -61,6 +54,21 @@ def _server() -> Any:
     except ImportError:
         return None
     return getattr(PromptServer, "instance", None)
+
+
+def request(
+    backend: str, verify: bool, node_id: str, prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None
+) -> Request:
+    """Return what a node wants, with its node and workflow to speak for."""
+    from ..compiler.hosts.comfy import Request
+
+    return Request(
+        backend,
+        verify,
+        str(node_id),
+        running_workflow(prompt, extra_pnginfo),
+        on_change=lambda changed: show(node_id, changed),
+    )
 
 
 def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> str:

@@ -194,7 +194,13 @@ def flux() -> Shapes:
     )
 
 
-MODELS: dict[str, Callable[[], Shapes]] = {"tiny_sd15": sd15, "tiny_sdxl": sdxl, "tiny_sd3": sd3, "tiny_flux": flux}
+MODELS: dict[str, Callable[[], Shapes]] = {
+    "tiny_sd15": sd15,
+    "tiny_sd15_other": sd15,  # the name is the seed: other weights
+    "tiny_sdxl": sdxl,
+    "tiny_sd3": sd3,
+    "tiny_flux": flux,
+}
 
 if __name__ == "__main__":
     main()

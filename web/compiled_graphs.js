@@ -3,7 +3,7 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
 
-const NODES = ["CG_CompileModel", "CG_SaveGraph", "CG_LoadGraph"];
+const NODES = ["CG_CompileModel", "CG_VAESpeedup", "CG_SaveGraph", "CG_LoadGraph"];
 const STATUS_EVENT = "compiled_graphs.status";
 const WIDGET = "status";
 

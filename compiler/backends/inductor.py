@@ -8,6 +8,7 @@ shared library, which loads in milliseconds. (On GPUs its packages crash on some
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import os
@@ -152,6 +153,8 @@ class InductorBackend:
         return fields | {"device": f"cpu {capability}", "platform": sysconfig.get_platform()}
 
     def warm_up(self) -> None:
+        for name in ("compile_fx", "select_algorithm", "async_compile", "standalone_compile"):
+            importlib.import_module(f"torch._inductor.{name}")
         from torch._inductor.codecache import CacheBase, torch_key
 
         torch_key()

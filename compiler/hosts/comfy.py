@@ -14,7 +14,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,8 +23,10 @@ import comfy.utils
 import torch
 from torch import nn
 
-from ..attention import opaque_attention
+from ..attention import opaque_attention, opaque_map_attention, register_operator
 from ..backends import choose_backend
+from ..backends.base import Backend
+from ..dispatch import eagerly
 from ..fingerprint import fingerprint
 from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
@@ -52,7 +53,12 @@ class ComfyHost(Host):
 
     context_arguments = frozenset({"transformer_options"})
     weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
-    volatile_attributes = weight_hooks | {"comfy_cast_weights", "prev_comfy_cast_weights", "comfy_patched_weights"}
+    volatile_attributes = weight_hooks | {
+        "comfy_cast_weights",
+        "prev_comfy_cast_weights",
+        "comfy_patched_weights",
+        "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
+    }
     infrastructure = (
         "comfy.model_management",
         "comfy.cli_args",
@@ -66,6 +72,12 @@ class ComfyHost(Host):
     def stand_in(self, name: str, literals: frozenset[str]) -> dict[str, Any]:
         """Options without patches; where the core offers the hook, attention becomes an operator."""
         return {_OVERRIDE: opaque_attention} if _OVERRIDE in literals else {}
+
+    def adapt(self, twin: nn.Module) -> None:
+        """A VAE's attention chooses its function when it is built, and some of those look at free memory."""
+        for module in twin.modules():
+            if function := module.__dict__.get("optimized_attention"):
+                module.__dict__["optimized_attention"] = opaque_map_attention(function)
 
     def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
@@ -138,10 +150,15 @@ def warm_up(backend: str = "auto") -> None:
     chosen, _ = choose_backend(backend, comfy.model_management.get_torch_device())
     if chosen is not None and chosen.name not in _WARMED:
         _WARMED.add(chosen.name)
-        threading.Thread(target=chosen.warm_up, name=f"warm up {chosen.name}", daemon=True).start()
+        threading.Thread(target=_warm_up, args=(chosen,), name=f"warm up {chosen.name}", daemon=True).start()
 
 
 _WARMED: set[str] = set()
+
+
+def _warm_up(backend: Backend) -> None:
+    register_operator()
+    backend.warm_up()
 
 
 def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]:
@@ -205,9 +222,12 @@ def _install(
     if chosen is None:
         return f"not compiled: {reason}"
     if not regions:
-        return f"not compiled: {type(network).__name__} has no block that repeats{_taken_text(taken)}"
+        return f"not compiled: {type(network).__name__} has no block that can be compiled{_taken_text(taken)}"
     entrances = [
-        _Entrance(network, method, _foreign_forward(clone, network, prefix + method, method)) for method in calls
+        (_Entrance if method == "forward" else _CodingEntrance)(
+            network, method, _foreign_forward(clone, network, prefix + method, method)
+        )
+        for method in calls
     ]
     compiled = CompiledModel(
         network,
@@ -237,6 +257,7 @@ def _install(
     for entrance in entrances:
         entrance.compiled = compiled
         entrance.on_call = _role(request, kind, compiled)
+        entrance.on_broken = lambda line: request.on_change(f"{text()}\n{line}")
         clone.add_object_patch(prefix + entrance.method, entrance)
     for path, forward in compiled.forwards().items():
         clone.add_object_patch(f"{prefix}{path}.forward", forward)
@@ -314,22 +335,24 @@ def _is_reached(region: Region, methods: Iterable[str]) -> bool:
 
 def _backend_name(request: Request, regions: Iterable[Region]) -> str:
     """Return the backend that a file's graphs for these regions have, or the one that was asked for."""
-    known = _fingerprints(regions) if request.graphs else set()
-    return next((graph.backend for graph in request.graphs if graph.fingerprint in known), request.backend)
+    backends = {graph.fingerprint: graph.backend for graph in request.graphs}
+    for region in regions if backends else ():
+        if found := backends.get(_fingerprint(region)):
+            return found
+    return request.backend
 
 
 def _lists_encoder(network: nn.Module, listed: Sequence[GraphIdentity]) -> bool:
     regions = find_regions(network) if listed else []
-    decoder, encoder = (_fingerprints(r for r in regions if _is_reached(r, (m,))) for m in ("decode", "encode"))
+    decoder, encoder = ({_fingerprint(r) for r in regions if _is_reached(r, (m,))} for m in ("decode", "encode"))
     return not (encoder - decoder).isdisjoint(identity.fingerprint for identity in listed)
 
 
-def _fingerprints(regions: Iterable[Region]) -> set[str]:
-    found = set()
-    for region in regions:
-        with suppress(Exception):  # a block can hold anything, and anything can refuse to be looked at
-            found.add(fingerprint(region.module, HOST))
-    return found
+def _fingerprint(region: Region) -> str:
+    try:
+        return fingerprint(region.module, HOST)
+    except Exception:  # a block can hold anything, and anything can refuse to be looked at
+        return ""
 
 
 def _foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> Callable | None:
@@ -339,7 +362,7 @@ def _foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> C
     Model, only what it found there counts; the later node decides.
     """
     found = clone.get_model_object(name)
-    if type(found).__name__ in ("RegionForward", "_Entrance"):
+    if type(found).__name__ in ("RegionForward", "_Entrance", "_CodingEntrance"):
         return found.inner
     return None if getattr(found, "__func__", None) is getattr(type(module), method) else found
 
@@ -371,6 +394,8 @@ class _Entrance:
         self.compiled: CompiledModel | None = None
         """What it was installed with, for those who hold only the patcher."""
         self.on_call: Callable[[], None] = lambda: None
+        self.on_broken: Callable[[str], None] = lambda line: None
+        """Told when what the graphs gave had to be made again."""
         self._running = threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -378,9 +403,7 @@ class _Entrance:
         self._running.call = (args, kwargs)
         self.on_call()
         try:
-            if self.inner is not None:
-                return self.inner(*args, **kwargs)
-            return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
+            return self._enter(*args, **kwargs)
         finally:
             self._running.call = outer
 
@@ -388,3 +411,26 @@ class _Entrance:
         """Return the running call as one that can be repeated at other sizes."""
         call = getattr(self._running, "call", None)
         return None if call is None else lambda twin, sizes: comfy_calls.repeat(twin, self.method, *call, sizes)
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
+
+
+class _CodingEntrance(_Entrance):
+    """A VAE's `decode` or `encode`: a graph that overflows where eager does not must not make a black image."""
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._enter(*args, **kwargs)
+        if torch.isfinite(result).all():
+            return result
+        with eagerly(_BROKEN):
+            again = super()._enter(*args, **kwargs)
+        if torch.isfinite(again).all():
+            log.warning("A VAE's graphs gave values that are not finite, and eager ones did not; they are eager's now.")
+            self.on_broken(f"eager: {_BROKEN}")
+        return again
+
+
+_BROKEN = "a compiled image with values that are not finite, made again eagerly"

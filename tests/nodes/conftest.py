@@ -26,21 +26,22 @@ COMFYUI = os.environ.get("COMFYUI_PATH", "")
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base folder with the tiny model, shared by the servers of one test run."""
+    """A base folder with two checkpoints of the tiny model, shared by the servers of one test run."""
     home = tmp_path_factory.mktemp("comfyui")
     command = [sys.executable, str(ROOT / "scripts" / "tiny_models.py"), "--comfyui", COMFYUI]
-    subprocess.run([*command, "--out", str(home / "models"), "tiny_sd15"], check=True, capture_output=True)
+    command += ["--out", str(home / "models"), "tiny_sd15", "tiny_sd15_other"]
+    subprocess.run(command, check=True, capture_output=True)
     return home
 
 
 @pytest.fixture(scope="session")
-def start_server(home: Path) -> Callable[[], ComfyServer]:
-    """Make a server over the shared base folder; it runs inside a `with` block."""
-    return lambda: ComfyServer(COMFYUI, home)
+def start_server(home: Path) -> Callable[..., ComfyServer]:
+    """Make a server over the shared base folder, or over another; it runs inside a `with` block."""
+    return lambda folder=home: ComfyServer(COMFYUI, folder)
 
 
 @pytest.fixture(scope="session")
-def server(start_server: Callable[[], ComfyServer]) -> Iterator[ComfyServer]:
+def server(start_server: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
     with start_server() as server:
         yield server
 

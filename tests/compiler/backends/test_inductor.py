@@ -133,6 +133,19 @@ def test_a_file_loads_in_a_new_process_with_empty_caches_and_without_any_compile
     assert not list((tmp_path / "inductor").rglob("*.so"))
 
 
+def test_warming_up_leaves_nothing_to_import_for_the_first_load():
+    script = """
+import sys, torch
+from compiled_graphs.compiler.backends.inductor import InductorBackend
+InductorBackend().warm_up()
+before = set(sys.modules)
+import torch._inductor.compile_fx, torch._inductor.select_algorithm, torch._inductor.async_compile
+sys.exit(len(set(sys.modules) - before))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
+
+
 @needs_compiler
 def test_machine_code_for_another_processor_is_refused_by_name(monkeypatch):
     exported = export(transformer())

@@ -264,7 +264,7 @@ def test_a_network_without_repeating_blocks_passes_through(load, registry):
     finally:
         model.model.diffusion_model = network
     assert passed is model
-    assert text == "not compiled: Sequential has no block that repeats"
+    assert text == "not compiled: Sequential has no block that can be compiled"
 
 
 def test_a_forward_that_another_extension_replaced_is_left_alone(load, sample, registry):

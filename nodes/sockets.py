@@ -1,0 +1,41 @@
+"""Sockets that several nodes have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..compiler.backends import BACKENDS, NAMES
+
+HIDDEN = {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}
+
+VERIFY = (
+    "BOOLEAN",
+    {
+        "default": True,
+        "tooltip": "Compare each graph with the uncompiled block on its first call; one that differs is not used. "
+        "Costs one uncompiled call per graph.",
+    },
+)
+
+
+class _Any(str):
+    """A socket type that equals every other, as ComfyUI compares them."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+ANY = _Any("*")
+
+
+def backend() -> tuple[list[str], dict[str, Any]]:
+    """Return the choice of backends, with what each is, and of those that cannot run here why."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines = [
+        "auto: inductor. eager: the traced blocks without a compiler, to see whether tracing or compiling is at fault."
+    ]
+    reasons = {name: backend.available(device) for name, backend in BACKENDS.items()}
+    tooltip = "\n".join(lines + [f"{name}: {reason}" for name, reason in reasons.items() if reason])
+    return NAMES, {"default": NAMES[0], "tooltip": tooltip}

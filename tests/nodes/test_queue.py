@@ -1,0 +1,144 @@
+"""A queue of many prompts over HTTP: what it compiles, what memory it takes, and whose counters are whose."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+CHECKPOINTS = ("tiny_sd15.ckpt", "tiny_sd15_other.ckpt")
+SIZES = ((64, 64), (96, 64), (128, 96))
+WORKFLOWS = {"left": "2", "right": "12"}
+"""Two workflows, and which node of each is Compile Model."""
+PROMPTS = 200
+WARM_UP = 10
+FLAT = 1.02
+HALF_A_UNET = 80 * 2**20
+"""The tiny model's UNet is 169 MiB in memory."""
+
+
+@pytest.fixture
+def variant(workflow):
+    """The workflow with a checkpoint, a size and a number for Compile Model of one's choice."""
+
+    def make(node="2", checkpoint=CHECKPOINTS[0], size=SIZES[0], **sampler):
+        prompt = workflow(*size, **{"steps": 1, **sampler})
+        prompt["1"]["inputs"]["ckpt_name"] = checkpoint
+        if node != "2":
+            prompt[node] = prompt.pop("2")
+            prompt["6"]["inputs"]["model"] = [node, 0]
+        return prompt
+
+    return make
+
+
+@pytest.fixture
+def memory():
+    """Return the bytes of memory that a server's process has."""
+    psutil = pytest.importorskip("psutil", reason="memory is measured with psutil, which ComfyUI brings")
+    return lambda server: psutil.Process(server._process.pid).memory_info().rss
+
+
+def registry(server):
+    return server.get("/compiled_graphs/registry")
+
+
+def roles(server, workflow):
+    return registry(server)["workflows"][workflow]["roles"]
+
+
+def calls(server, workflow):
+    return sum(role["calls"] for role in roles(server, workflow).values())
+
+
+def cached_nodes(entry):
+    """Return the nodes of a finished prompt whose outputs ComfyUI had kept."""
+    said = [content for event, content in entry["status"]["messages"] if event == "execution_cached"]
+    return {node for content in said for node in content["nodes"]}
+
+
+def turn(number):
+    """Return what the n-th prompt varies: each workflow makes all three sizes, then it is the other's turn.
+
+    The checkpoint changes too, the first time within the warm-up.
+    """
+    checkpoint = CHECKPOINTS[(number + 15) // 20 % 2 - 1]
+    return list(WORKFLOWS)[number // 3 % 2], {"size": SIZES[number % 3], "checkpoint": checkpoint, "seed": number}
+
+
+def test_of_two_hundred_prompts_the_first_compiles_and_memory_stays_flat(start_server, home, tmp_path, variant, memory):
+    (tmp_path / "models").symlink_to(home / "models", target_is_directory=True)
+    turns = [turn(number) for number in range(PROMPTS)]
+    with start_server(tmp_path) as fresh:
+        queued = [fresh.queue(variant(WORKFLOWS[name], **changes), {"id": name}) for name, changes in turns]
+        texts, sizes = [], []
+        for prompt_id, (name, _) in zip(queued, turns, strict=True):
+            texts.append(fresh.wait(prompt_id)["outputs"][WORKFLOWS[name]]["text"][0])
+            sizes.append(memory(fresh))
+        report = registry(fresh)
+    assert texts[0].startswith("3 regions, 3 compiled, 0 eager")
+    assert all(text.startswith("3 regions, 3 compiled (3 from memory), 0 eager") for text in texts[len(SIZES) :])
+    assert report["totals"]["compiles"] == 3, "some prompt after the first compiled"
+    assert (report["totals"]["reasons"], report["totals"]["retired"]) == ({}, 0)
+    assert {name: [*workflow["roles"]] for name, workflow in report["workflows"].items()} == {
+        name: [f"{node}:base UNet"] for name, node in WORKFLOWS.items()
+    }
+    # While a checkpoint is read there is less or more for a moment, hence medians.
+    later = [statistics.median(sizes[start : start + 10]) for start in range(WARM_UP, PROMPTS, 10)]
+    assert max(later) <= FLAT * max(sizes[:WARM_UP]), [size // 2**20 for size in sizes]
+
+
+def test_another_checkpoint_makes_its_own_image_with_the_same_graphs(server, variant, pixels):
+    images = []
+    for checkpoint in CHECKPOINTS:
+        same = {"checkpoint": checkpoint, "size": (128, 128), "seed": 101, "steps": 2}
+        ours = pixels(server, server.run(variant("20", **same)))[0]
+        compiles = registry(server)["totals"]["compiles"]
+        theirs = pixels(server, server.run(variant(**same, compiled=False)))[0]
+        assert abs(ours - theirs).max() <= 1
+        images.append((ours, compiles))
+    (one, before), (other, after) = images
+    assert before == after, "the second checkpoint compiled"
+    assert abs(one - other).max() > 5
+
+
+def test_a_checkpoint_that_was_switched_away_from_is_freed(server, variant, memory):
+    """With Compile Model in the workflow, and after it was taken out: ComfyUI undoes patches then."""
+    turns = [(CHECKPOINTS[number // 2 % 2], number % 4 in (0, 3)) for number in range(12)]
+    sizes = []
+    for number, (checkpoint, compiled) in enumerate(turns):
+        server.run(variant(checkpoint=checkpoint, compiled=compiled, seed=110 + number))
+        sizes.append(memory(server))
+    assert sizes[-1] - sizes[1] < HALF_A_UNET, [size // 2**20 for size in sizes]
+    assert "memory leak" not in server.log.read_text()
+
+
+def test_a_node_that_comfyui_has_cached_serves_the_next_workflow_too(server, variant):
+    server.run(variant("21", seed=121), {"id": "cached, first"})
+    alone = calls(server, "cached, first")
+    entry = server.wait(server.queue(variant("21", seed=122), {"id": "cached, second"}))
+    assert "21" in cached_nodes(entry), "ComfyUI ran the node again, so this shows nothing"
+    first, second = (roles(server, f"cached, {name}") for name in ("first", "second"))
+    assert first == second, "one compiled model serves both, and counts for both"
+    assert second["21:base UNet"]["regions"] == 3
+    assert second["21:base UNet"]["calls"] == 2 * alone > 0
+
+
+def test_counters_grow_only_for_the_workflow_that_runs(server, variant):
+    for seed in (131, 132):
+        server.run(variant("22", seed=seed), {"id": "one"})
+    before = calls(server, "one")
+    server.run(variant("23", seed=133), {"id": "two"})
+    once = calls(server, "two")
+    server.run(variant("23", seed=134), {"id": "two"})
+    assert calls(server, "two") == 2 * once == before > 0
+    assert calls(server, "one") == before
+    assert [*roles(server, "one"), *roles(server, "two")] == ["22:base UNet", "23:base UNet"]
+
+
+def test_prompts_without_an_id_are_told_apart_by_topology(server, variant):
+    before = registry(server)["workflows"]
+    for seed, node in enumerate(["24", "24", "25"], 141):
+        server.run(variant(node, seed=seed, size=SIZES[seed % 3], checkpoint=CHECKPOINTS[seed % 2]))
+    added = [workflow["roles"] for name, workflow in registry(server)["workflows"].items() if name not in before]
+    assert sorted([*names] for names in added) == [["24:base UNet"], ["25:base UNet"]]
