@@ -9,6 +9,7 @@ from typing import Any
 
 import folder_paths
 
+from ..compiler.backends import NAMES
 from ..compiler.files import write_whole
 from ..compiler.graph import CompiledGraph
 from ..compiler.graph_file import (
@@ -85,8 +86,8 @@ class LoadGraph:
     RETURN_TYPES = ("MODEL", "VAE")
     OUTPUT_TOOLTIPS = ("The model with compiled blocks, as from Compile Model.", "The VAE, as from VAE Speedup.")
     DESCRIPTION = (
-        "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled as Compile Model would; a "
-        "file that is missing, damaged or from elsewhere is named, and the model is compiled."
+        "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled with the backend; a file "
+        "that is missing, damaged or from elsewhere is named, and the model is compiled."
     )
     SEARCH_ALIASES = ["load compiled", "import graph", "model graph loader", "onediff"]
 
@@ -100,6 +101,7 @@ class LoadGraph:
             "optional": {
                 "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
                 "vae": ("VAE", {"tooltip": "The VAE to put the graphs into."}),
+                "backend": sockets.backend(),
             },
             "hidden": sockets.HIDDEN,
         }
@@ -126,6 +128,7 @@ class LoadGraph:
         graph: str,
         model: Any = None,
         vae: Any = None,
+        backend: str = NAMES[0],
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
@@ -142,7 +145,7 @@ class LoadGraph:
 
         def request(name: str) -> Any:
             return replace(
-                messages.request("auto", True, unique_id, prompt, extra_pnginfo),
+                messages.request(backend, True, unique_id, prompt, extra_pnginfo),
                 on_change=lambda changed: messages.show(unique_id, tell(name, changed)),
                 graphs=graphs,
                 listed=listed,
@@ -176,13 +179,24 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     folder = folder_paths.get_folder_paths(FOLDER)[0]
     os.makedirs(folder, exist_ok=True)
     place, name, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
-    path = Path(place, f"{name}_{counter:05}_{SUFFIX}")
+    path, newest = (Path(place, f"{name}_{number:05}_{SUFFIX}") for number in (counter, counter - 1))
+    if _holds(newest, graphs):
+        return f"{len(graphs)} graphs are in {newest.name} already"
     try:
         data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
         write_whole(path, data)
     except OSError as error:
         return f"{path.name} could not be written ({error.strerror or error}): make room, or save to another folder."
     return f"{len(graphs)} graphs saved to {path.name}, {len(data) / 1e6:.1f} MB"
+
+
+def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:
+    """Whether a file is sound and has just these graphs: a workflow that saves need not write a file each time."""
+    try:
+        stored = read_graphs(path.read_bytes(), Trust())
+    except (OSError, GraphFileError):
+        return False
+    return {graph.key for graph in stored} == {graph.key for graph in graphs}
 
 
 def _find(name: str) -> Path | None:

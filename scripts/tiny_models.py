@@ -92,7 +92,8 @@ def _unet(**config: Any) -> Shapes:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     common = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320}
-    return _network(UNetModel, **common, use_spatial_transformer=True, legacy=False, use_checkpoint=False, **config)
+    common |= {"use_spatial_transformer": True, "legacy": False, "use_checkpoint": False}
+    return _network(UNetModel, **common | config)
 
 
 def _tiny_vae(latent_channels: int) -> Shapes:
@@ -151,6 +152,24 @@ def sdxl() -> Shapes:
     return unet | _tiny_vae(4)
 
 
+def sdxl_refiner() -> Shapes:
+    """SDXL's refiner at a fraction of its width. Without text encoder and VAE."""
+    return _unet(
+        model_channels=384,
+        context_dim=1280,
+        num_heads=-1,
+        num_head_channels=64,
+        use_linear_in_transformer=True,
+        num_classes="sequential",
+        adm_in_channels=2560,
+        channel_mult=[1, 1, 1, 1],
+        num_res_blocks=[2, 2, 2, 2],
+        transformer_depth=[0, 0, 4, 4, 4, 4, 0, 0],
+        transformer_depth_output=[0, 0, 0, 4, 4, 4, 4, 4, 4, 0, 0, 0],
+        transformer_depth_middle=4,
+    )
+
+
 def sd3() -> Shapes:
     """Stable Diffusion 3 of depth 2, whose width follows its depth. Without text encoders and VAE."""
     from comfy.ldm.modules.diffusionmodules.mmdit import MMDiT
@@ -198,6 +217,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "tiny_sd15": sd15,
     "tiny_sd15_other": sd15,  # the name is the seed: other weights
     "tiny_sdxl": sdxl,
+    "tiny_sdxl_refiner": sdxl_refiner,
     "tiny_sd3": sd3,
     "tiny_flux": flux,
 }

@@ -25,13 +25,22 @@ COMFYUI = os.environ.get("COMFYUI_PATH", "")
 
 
 @pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a base folder for servers, with the named tiny models."""
+
+    def make(*names: str) -> Path:
+        home = tmp_path_factory.mktemp("comfyui")
+        command = [sys.executable, str(ROOT / "scripts" / "tiny_models.py"), "--comfyui", COMFYUI]
+        subprocess.run([*command, "--out", str(home / "models"), *names], check=True, capture_output=True)
+        return home
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def home(make_home: Callable[..., Path]) -> Path:
     """A base folder with two checkpoints of the tiny model, shared by the servers of one test run."""
-    home = tmp_path_factory.mktemp("comfyui")
-    command = [sys.executable, str(ROOT / "scripts" / "tiny_models.py"), "--comfyui", COMFYUI]
-    command += ["--out", str(home / "models"), "tiny_sd15", "tiny_sd15_other"]
-    subprocess.run(command, check=True, capture_output=True)
-    return home
+    return make_home("tiny_sd15", "tiny_sd15_other")
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ import comfy.sd  # noqa: E402
 
 sys.argv = _arguments
 
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # noqa: E402
+from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts import comfy as host  # noqa: E402
 from compiled_graphs.compiler.registry import Registry  # noqa: E402
 
@@ -98,3 +103,104 @@ def _conditioning(name: str, tokens: int, seed: int, extra: dict[str, Any]) -> l
     text = torch.randn(1, tokens, TEXT_WIDTHS[name], generator=generator)
     pooled = torch.randn(1, POOLED_WIDTHS.get(name, 768), generator=generator)
     return [[text, {"pooled_output": pooled, **extra}]]
+
+
+KL = {
+    "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+    "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+NARROW = {"ch": 32, "ch_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+"""ComfyUI reads off a checkpoint what kind of VAE it is, but not its width; normalisation wants 32 groups."""
+MODEL = "comfy.ldm.modules.diffusionmodules.model"
+LTXV = {
+    "dims": 3, "latent_channels": 128, "norm_layer": "pixel_norm", "patch_size": 4, "latent_log_var": "uniform",
+    "encoder_blocks": [["res_x", {"num_layers": 2}], ["compress_all", {}], ["res_x", {"num_layers": 1}]],
+    "decoder_blocks": [["res_x", {"num_layers": 2}], ["compress_all", {"residual": True, "multiplier": 2}],
+                       ["res_x", {"num_layers": 2}]],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def load_vae() -> Callable[..., Any]:
+    """Make a fresh `comfy.sd.VAE` with random weights, as ComfyUI makes it of a checkpoint."""
+
+    @cache
+    @torch.no_grad()
+    def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
+        network = _network(name)
+        _fill(network, seed)
+        return network.state_dict()
+
+    def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, change: Callable = dict) -> Any:
+        if name not in ("taesd", "kl", "small_kl", "sd3", "svd") and not hasattr(comfy.sd.VAE, "decode_tiled_3d"):
+            pytest.skip(f"this ComfyUI has no {name}")
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            if name != "kl":
+                _narrow(patch)
+            metadata = {"metadata": {"config": json.dumps({"vae": LTXV})}} if name == "ltxv" else {}
+            return comfy.sd.VAE(sd=change(weights(name, seed)), dtype=dtype, **metadata)
+
+    return make
+
+
+def _network(name: str) -> torch.nn.Module:
+    if name == "taesd":
+        return TAESD()
+    if name in ("kl", "small_kl"):
+        return AutoencoderKL(ddconfig=KL | (NARROW if name == "small_kl" else {}), embed_dim=4)
+    if name == "sd3":
+        return _engine({"z_channels": 16}, f"{MODEL}.Decoder")
+    if name == "svd":
+        return _engine({}, "comfy.ldm.modules.temporal_ae.VideoDecoder", video_kernel_size=[3, 1, 1], alpha=0.0)
+    if name == "hunyuan_video":
+        config = KL | NARROW | {"z_channels": 16, "conv3d": True, "time_compress": 4}
+        return AutoencoderKL(ddconfig=config, embed_dim=16)
+    if name == "ltxv":
+        from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+        return VideoVAE(config=LTXV)
+    temporal = {"attn_scales": [], "temperal_downsample": [False, True, True]}
+    if name == "wan":
+        from comfy.ldm.wan.vae import WanVAE
+
+        return WanVAE(dim=8, z_dim=16, **temporal)
+    from comfy.ldm.wan.vae2_2 import WanVAE as WanVAE22
+
+    return WanVAE22(dim=8, dec_dim=8, z_dim=48, **temporal)
+
+
+def _engine(changes: dict[str, Any], decoder: str, **decoder_changes: Any) -> torch.nn.Module:
+    config = KL | NARROW | changes
+    return AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": f"{MODEL}.Encoder", "params": config},
+        decoder_config={"target": decoder, "params": config | decoder_changes},
+    )
+
+
+def _narrow(patch: pytest.MonkeyPatch) -> None:
+    """Let ComfyUI make the network that a checkpoint's keys ask for, with fewer channels."""
+
+    def engine(**configs: Any) -> torch.nn.Module:
+        return AutoencodingEngine(
+            **{n: {**c, "params": c["params"] | NARROW} if "params" in c else c for n, c in configs.items()}
+        )
+
+    def kl(ddconfig: dict[str, Any], embed_dim: int) -> torch.nn.Module:
+        return AutoencoderKL(ddconfig=ddconfig | NARROW, embed_dim=embed_dim)
+
+    patch.setattr(comfy.sd, "AutoencodingEngine", engine)
+    patch.setattr(comfy.sd, "AutoencoderKL", kl)
+    if hasattr(comfy.sd.VAE, "decode_tiled_3d"):
+        patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: _network("wan"))
+        patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: _network("wan22"))
+
+
+def _fill(network: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if tensor.ndim > 1:
+            tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
+        elif tensor.is_floating_point():
+            level = float(name.endswith(("weight", "scale")))
+            tensor.normal_(level, 0.1 if tensor.ndim else 0, generator=generator)
