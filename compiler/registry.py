@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 1024
-"""Graphs kept in memory; an SDXL UNet has 14."""
+MAX_GRAPHS = 256
+"""Graphs kept in memory: an SDXL UNet has 14, of 6 MB each. Others come back from the store."""
 MAX_WORKFLOWS = 64
+"""Workflows kept in the report: those that ran last."""
 
 
 class Store(Protocol):
@@ -112,7 +113,7 @@ class Registry:
         return self._keep(graph)
 
     def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
-        """Say that a role of a workflow is now played by this model."""
+        """Say that a role of a workflow is now played by this model. To be said whenever it runs."""
         with self._lock:
             roles = self._workflows.setdefault(workflow, {})
             self._workflows.move_to_end(workflow)

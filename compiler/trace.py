@@ -136,11 +136,23 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
         program = torch.export.export(
             pure, (weights, inputs), dynamic_shapes=([None] * len(weights), symbols), strict=False
         )
+    if _draws_random_numbers(program):
+        raise Unsupported("a region that draws random numbers")
     weight_specs = tuple(
         WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
         for (name, _), t in zip(named, weights, strict=True)
     )
     return ExportedRegion(program, _spec(variant, program, weight_specs, formats, mutated))
+
+
+def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:
+    """A compiler draws others than eager does. Attention and dropout, which only could draw, do not at inference."""
+    drawing = (
+        node.target.__name__
+        for node in program.graph.nodes
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    )
+    return any("attention" not in name and "dropout" not in name for name in drawing)
 
 
 def _laid_out(weight: torch.Tensor) -> torch.Tensor:

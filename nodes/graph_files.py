@@ -107,15 +107,9 @@ class LoadGraph:
         }
 
     @classmethod
-    def VALIDATE_INPUTS(cls, graph: str) -> bool:  # noqa: N802  ComfyUI's name
-        """Accept any name: a workflow shared without its file still runs, compiled.
-
-        ComfyUI asks when a prompt is queued; imports can then go on while it loads the checkpoint.
-        """
-        from ..compiler.hosts.comfy import warm_up
-
-        warm_up()
-        return True
+    def VALIDATE_INPUTS(cls, graph: str, backend: str = NAMES[0]) -> bool | str:  # noqa: N802  ComfyUI's name
+        """Accept any name of a file: a workflow shared without it still runs, compiled."""
+        return sockets.check_backend(backend)
 
     @classmethod
     def IS_CHANGED(cls, graph: str, **others: Any) -> str:  # noqa: N802  ComfyUI's name

@@ -39,3 +39,16 @@ def backend() -> tuple[list[str], dict[str, Any]]:
     reasons = {name: backend.available(device) for name, backend in BACKENDS.items()}
     tooltip = "\n".join(lines + [f"{name}: {reason}" for name, reason in reasons.items() if reason])
     return NAMES, {"default": NAMES[0], "tooltip": tooltip}
+
+
+def check_backend(name: str) -> bool | str:
+    """Answer ComfyUI's question, when a prompt is queued, whether there is such a backend.
+
+    Imports that its first graph needs can then go on while ComfyUI loads the checkpoint.
+    """
+    if name not in NAMES:
+        return f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
+    from ..compiler.hosts.comfy import warm_up
+
+    warm_up(name)
+    return True

@@ -37,12 +37,8 @@ class VAESpeedup:
         }
 
     @classmethod
-    def VALIDATE_INPUTS(cls, verify: bool = True) -> bool:  # noqa: N802  ComfyUI's name
-        """ComfyUI asks when a prompt is queued; imports can then go on while it loads the checkpoint."""
-        from ..compiler.hosts.comfy import warm_up
-
-        warm_up()
-        return True
+    def VALIDATE_INPUTS(cls, backend: str = NAMES[0]) -> bool | str:  # noqa: N802  ComfyUI's name
+        return sockets.check_backend(backend)
 
     def compile(
         self,

@@ -25,7 +25,6 @@ from torch import nn
 
 from ..attention import opaque_attention, opaque_map_attention, register_operator
 from ..backends import choose_backend
-from ..backends.base import Backend
 from ..dispatch import eagerly
 from ..fingerprint import fingerprint
 from ..graph import CompiledGraph, GraphIdentity
@@ -146,19 +145,20 @@ class Request:
 
 
 def warm_up(backend: str = "auto") -> None:
-    """Begin, in a thread, the imports that the first compile or load of this process needs: 2 to 4 seconds."""
-    chosen, _ = choose_backend(backend, comfy.model_management.get_torch_device())
-    if chosen is not None and chosen.name not in _WARMED:
-        _WARMED.add(chosen.name)
-        threading.Thread(target=_warm_up, args=(chosen,), name=f"warm up {chosen.name}", daemon=True).start()
+    """Begin, in a thread, the imports that the first compile or load of this process needs: 2 to 6 seconds."""
+    if backend not in _WARMED:
+        _WARMED.add(backend)
+        threading.Thread(target=_warm_up, args=(backend,), name=f"warm up {backend}", daemon=True).start()
 
 
 _WARMED: set[str] = set()
 
 
-def _warm_up(backend: Backend) -> None:
-    register_operator()
-    backend.warm_up()
+def _warm_up(backend: str) -> None:
+    chosen, _ = choose_backend(backend, comfy.model_management.get_torch_device())
+    if chosen is not None:
+        register_operator()
+        chosen.warm_up()
 
 
 def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]:
@@ -266,15 +266,12 @@ def _install(
 
 
 def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], None]:
-    known: set[str] = set()
+    """Return what to call when the model runs, so that the registry knows which workflows run it."""
     reference = weakref.ref(compiled)
 
     def play() -> None:
-        workflow = request.workflow()
-        model = reference()
-        if workflow not in known and model is not None:
-            known.add(workflow)
-            registry().assign(workflow, f"{request.node_id}:{kind}", model)
+        if model := reference():
+            registry().assign(request.workflow(), f"{request.node_id}:{kind}", model)
 
     return play
 
@@ -314,10 +311,21 @@ def _taken_text(taken: int) -> str:
 
 
 def _clone(patcher: Any) -> Any:
-    """Newer cores stream weights behind a model's back unless a clone asks them not to."""
-    if "disable_dynamic" in inspect.signature(patcher.clone).parameters:
-        return patcher.clone(disable_dynamic=True)
-    return patcher.clone()
+    """Return a clone without what an earlier node of ours put into the patcher: the later node decides."""
+    # Newer cores stream weights behind a model's back unless a clone asks them not to.
+    options = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(patcher.clone).parameters else {}
+    clone = patcher.clone(**options)
+    for name, patch in list(clone.object_patches.items()):
+        if _is_ours(patch):
+            del clone.object_patches[name]
+            if patch.inner is not None:
+                clone.object_patches[name] = patch.inner
+    return clone
+
+
+def _is_ours(forward: Any) -> bool:
+    """By name, for there may be two copies of this extension."""
+    return type(forward).__name__ in ("RegionForward", "_Entrance", "_CodingEntrance")
 
 
 def _free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
@@ -362,7 +370,7 @@ def _foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> C
     Model, only what it found there counts; the later node decides.
     """
     found = clone.get_model_object(name)
-    if type(found).__name__ in ("RegionForward", "_Entrance", "_CodingEntrance"):
+    if _is_ours(found):
         return found.inner
     return None if getattr(found, "__func__", None) is getattr(type(module), method) else found
 
@@ -421,12 +429,14 @@ class _Entrance:
 class _CodingEntrance(_Entrance):
     """A VAE's `decode` or `encode`: a graph that overflows where eager does not must not make a black image."""
 
-    def _enter(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._enter(*args, **kwargs)
+    def _enter(self, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        drawn = _random_state(data.device)
+        result = super()._enter(data, *args, **kwargs)
         if torch.isfinite(result).all():
             return result
+        _restore_random_state(data.device, drawn)  # an encoder may sample, and then draws what it drew before
         with eagerly(_BROKEN):
-            again = super()._enter(*args, **kwargs)
+            again = super()._enter(data, *args, **kwargs)
         if torch.isfinite(again).all():
             log.warning("A VAE's graphs gave values that are not finite, and eager ones did not; they are eager's now.")
             self.on_broken(f"eager: {_BROKEN}")
@@ -434,3 +444,13 @@ class _CodingEntrance(_Entrance):
 
 
 _BROKEN = "a compiled image with values that are not finite, made again eagerly"
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

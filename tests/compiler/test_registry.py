@@ -106,6 +106,14 @@ def test_memory_is_bounded_and_drops_what_was_used_longest_ago(registry, monkeyp
     assert [obtain(registry, network)[1] for network in (one, three, two)] == ["memory", "memory", "compiled"]
 
 
+def test_what_was_dropped_from_memory_comes_back_from_the_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry_module, "MAX_GRAPHS", 1)
+    wanted = Registry(FolderStore(tmp_path))
+    for network in (transformer(), ConvolutionNetwork()):
+        obtain(wanted, network)
+    assert [obtain(wanted, network)[1] for network in (transformer(), ConvolutionNetwork())] == ["disk", "disk"]
+
+
 def test_jobs_run_outside_of_inference_mode(registry):
     with torch.inference_mode():
         assert registry.run("mode", torch.is_inference_mode_enabled) is False

@@ -119,6 +119,8 @@ LTXV = {
                        ["res_x", {"num_layers": 2}]],
 }  # fmt: skip
 
+NOISY_LTXV = LTXV | {"decoder_blocks": [["res_x", {"num_layers": 2, "inject_noise": True}]]}
+
 
 @pytest.fixture(scope="session")
 def load_vae() -> Callable[..., Any]:
@@ -137,7 +139,8 @@ def load_vae() -> Callable[..., Any]:
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if name != "kl":
                 _narrow(patch)
-            metadata = {"metadata": {"config": json.dumps({"vae": LTXV})}} if name == "ltxv" else {}
+            ltxv = {"ltxv": LTXV, "noisy_ltxv": NOISY_LTXV}.get(name)
+            metadata = {"metadata": {"config": json.dumps({"vae": ltxv})}} if ltxv else {}
             return comfy.sd.VAE(sd=change(weights(name, seed)), dtype=dtype, **metadata)
 
     return make
@@ -155,10 +158,10 @@ def _network(name: str) -> torch.nn.Module:
     if name == "hunyuan_video":
         config = KL | NARROW | {"z_channels": 16, "conv3d": True, "time_compress": 4}
         return AutoencoderKL(ddconfig=config, embed_dim=16)
-    if name == "ltxv":
+    if name in ("ltxv", "noisy_ltxv"):
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
-        return VideoVAE(config=LTXV)
+        return VideoVAE(config=LTXV if name == "ltxv" else NOISY_LTXV)
     temporal = {"attn_scales": [], "temperal_downsample": [False, True, True]}
     if name == "wan":
         from comfy.ldm.wan.vae import WanVAE
@@ -192,8 +195,9 @@ def _narrow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(comfy.sd, "AutoencodingEngine", engine)
     patch.setattr(comfy.sd, "AutoencoderKL", kl)
     if hasattr(comfy.sd.VAE, "decode_tiled_3d"):
-        patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: _network("wan"))
-        patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: _network("wan22"))
+        wan, wan22 = comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE
+        patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: wan(**config | {"dim": 8}))
+        patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: wan22(**config | {"dim": 8, "dec_dim": 8}))
 
 
 def _fill(network: torch.nn.Module, seed: int) -> None:
