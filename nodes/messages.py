@@ -37,7 +37,8 @@ def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[st
     def name() -> str:
         queue = getattr(_server(), "prompt_queue", None)
         try:
-            ((_, prompt_id, current, extra, *_),) = queue.currently_running.values()
+            (item,) = queue.currently_running.values()
+            _, prompt_id, current, extra, *_ = getattr(item, "queue_tuple", item)
         except (AttributeError, TypeError, ValueError):  # no server, another kind of queue, several workers
             return own
         if prompt_id not in names:

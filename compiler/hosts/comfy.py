@@ -236,7 +236,7 @@ def _install(
         chosen,
         registry(),
         HOST,
-        lambda: next((call for entrance in entrances if (call := entrance.current_call())), None),
+        _current_call(entrances),
         request.verify,
         lambda: request.on_change(text()),
     )
@@ -259,10 +259,39 @@ def _install(
         entrance.on_call = _role(request, kind, compiled)
         entrance.on_broken = lambda line: request.on_change(f"{text()}\n{line}")
         clone.add_object_patch(prefix + entrance.method, entrance)
+        _tidy_after(entrance, network, entrance.method)
     for path, forward in compiled.forwards().items():
         clone.add_object_patch(f"{prefix}{path}.forward", forward)
+        _tidy_after(forward, network.get_submodule(path), "forward")
     entrances[0].on_call()
     return text()
+
+
+def _current_call(entrances: Iterable[_Entrance]) -> Callable[[], ModelCall | None]:
+    """Return what finds the running call. It must not keep the entrances, which keep what it is given to."""
+    references = [weakref.ref(entrance) for entrance in entrances]
+
+    def find() -> ModelCall | None:
+        alive = (entrance for reference in references if (entrance := reference()))
+        return next((call for entrance in alive if (call := entrance.current_call())), None)
+
+    return find
+
+
+def _tidy_after(patch: Callable, module: nn.Module, method: str) -> None:
+    """When a patch is gone for good, take away what ComfyUI put back in its place.
+
+    It puts back a bound method, and a module that holds its own bound method is freed only when Python next
+    looks for cycles: a queue that changes checkpoints would hold two.
+    """
+    weakref.finalize(patch, _tidy, weakref.ref(module), method).atexit = False
+
+
+def _tidy(reference: weakref.ref, method: str) -> None:
+    module = reference()
+    held = module.__dict__.get(method) if module is not None else None
+    if held is not None and getattr(held, "__func__", None) is getattr(type(module), method):
+        module.__dict__.pop(method, None)
 
 
 def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], None]:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from comfy_server import ComfyServer  # noqa: E402
 
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of servers: at these sizes threads mostly wait for one another
 
 
 @pytest.fixture(scope="session")

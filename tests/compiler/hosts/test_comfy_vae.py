@@ -26,15 +26,6 @@ SIZES = [(1, 8, 8), (1, 8, 12), (2, 5, 7), (1, 1, 1), (1, 4, 3), (3, 3, 3), (4, 
 BROKEN = "a compiled image with values that are not finite, made again eagerly"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Where cores are busy, threads of one small convolution mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def known(load_vae) -> list:
     """The graphs of a small VAE, in both directions."""
