@@ -7,6 +7,7 @@ import math
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class StoreEntry:
     """Unix seconds."""
 
 
-class _Store:
+class _Store(ABC):
     """One signed graph file per graph, within a bound, whatever holds the files.
 
     A subclass brings the operations on files, which raise only OSError. For `get` and `put` a store that fails
@@ -106,9 +107,9 @@ class _Store:
         """Return the graph files. Raises OSError if the place cannot be listed."""
         return [file for file in self._files() if file.name.endswith(SUFFIX) and not file.name.startswith(".")]
 
+    @abstractmethod
     def read(self, name: str) -> bytes:
         """Return a file's bytes. Raises OSError."""
-        raise NotImplementedError
 
     def read_graph(self, name: str) -> StoredGraph:
         """Return the graph of a file.
@@ -162,17 +163,17 @@ class _Store:
         except FileNotFoundError:
             return []
 
-    def _list(self) -> list[StoreEntry]:
-        raise NotImplementedError
+    @abstractmethod
+    def _list(self) -> list[StoreEntry]: ...
 
-    def _write(self, name: str, data: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write(self, name: str, data: bytes) -> None: ...
 
-    def _delete(self, name: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _delete(self, name: str) -> None: ...
 
-    def _touch(self, name: str) -> None:
-        """Note that a file was used, where the place can."""
+    def _touch(self, name: str) -> None:  # noqa: B027  not every place can
+        """Note that a file was used."""
 
 
 class FolderStore(_Store):
