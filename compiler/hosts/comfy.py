@@ -296,11 +296,11 @@ def _tidy(reference: weakref.ref, method: str) -> None:
 
 def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], None]:
     """Return what to call when the model runs, so that the registry knows which workflows run it."""
-    reference = weakref.ref(compiled)
+    reference, home = weakref.ref(compiled), registry()
 
     def play() -> None:
         if model := reference():
-            registry().assign(request.workflow(), f"{request.node_id}:{kind}", model)
+            home.assign(request.workflow(), f"{request.node_id}:{kind}", model)
 
     return play
 
