@@ -153,27 +153,17 @@ class Registry:
                 if graph := self._load(key, backend):
                     counters.add("from_disk")
                     return self._keep(graph), "disk"
-                return self._compile(key, environment, variant, backend, host, counters), "compiled"
+                exported = export_region(variant, host)
+                executable = backend.compile(exported)
+                counters.add("compiles")
+                structure = variant.structure.text
+                graph = CompiledGraph(
+                    key, variant.fingerprint, structure, backend.name, environment, exported.spec, executable
+                )
+                self._put(graph)
+                return self._keep(graph), "compiled"
         finally:
             counters.add("seconds", time.perf_counter() - start)
-
-    def _compile(
-        self,
-        key: str,
-        environment: Mapping[str, str],
-        variant: Variant,
-        backend: Backend,
-        host: Host,
-        counters: Counters,
-    ) -> GraphEntry:
-        exported = export_region(variant, host)
-        executable = backend.compile(exported)
-        counters.add("compiles")
-        graph = CompiledGraph(
-            key, variant.fingerprint, variant.structure.text, backend.name, environment, exported.spec, executable
-        )
-        self._put(graph)
-        return self._keep(graph)
 
     def _load(self, key: str, backend: Backend) -> CompiledGraph | None:
         stored = self.store.get(key) if self.store else None
