@@ -1,15 +1,17 @@
-"""VAE decoding, eager against compiled, at sizes the graphs have and have not seen.
+"""VAE decoding: eager, compiled by us, and compiled whole by torch for each size, at several sizes.
 
-    python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] kl taesd
+    python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] [--static] [--decodes 100] kl taesd
 
-Both variants run in one process on the same weights, with a plain and a compiled `comfy.sd.VAE` decoding in turn.
+All variants run in one process on the same weights: a plain and a compiled `comfy.sd.VAE` decode in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import models
@@ -24,6 +26,8 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--static", action="store_true", help="also torch.compile(dynamic=False), at each size anew")
+    parser.add_argument("--decodes", type=int, default=0, help="decode this many random sizes and watch memory")
     parser.add_argument("names", nargs="+", choices=("kl", "taesd"))
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
@@ -45,8 +49,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     start = time.perf_counter()
     compiled, text = host.compile_vae(plain)
     print(f"\n{name}: {text}\n  node: {time.perf_counter() - start:.1f} s")
-    print(f"  {'batch, latent':>14} {'eager ms':>9} {'ours ms':>8} {'ratio':>6} {'eager GiB':>9} {'ours GiB':>8} "
-          f"{'first call s':>12} {'compiles':>8} {'relative error':>14}")  # fmt: skip
+    print("  batch, latent |    eager ms, GiB |     ours ms, GiB, first call s, error |   static ms, GiB, first call s"
+          " | eager / ours, static / ours | compiles")  # fmt: skip
     for batch, height, width in SIZES:
         latent = torch.randn(batch, 4, height, width)
         before = totals.compiles
@@ -57,22 +61,62 @@ def measure(name: str, options: argparse.Namespace) -> None:
         error = ((compiled.decode(latent) - reference).norm() / reference.norm()).item()
         eager, eager_peak = timed(plain, latent, options.repeats)
         ours, peak = timed(compiled, latent, options.repeats)
-        print(f"  {f'{batch}, {height}x{width}':>14} {eager:>9.1f} {ours:>8.1f} {eager / ours:>6.2f} "
-              f"{eager_peak:>9.2f} {peak:>8.2f} {first:>12.2f} {totals.compiles - before:>8} "
-              f"{error:>14.1e}")  # fmt: skip
+        static, static_peak, static_first = (
+            static_compile(plain, latent, options) if options.static else [float("nan")] * 3
+        )
+        print(f"  {f'{batch}, {height}x{width}':>13} | {eager:>8.1f} {eager_peak:>8.2f} | {ours:>8.1f} {peak:>8.2f} "
+              f"{first:>8.2f} {error:>8.1e} | {static:>8.1f} {static_peak:>8.2f} {static_first:>8.1f} | "
+              f"{eager / ours:>6.2f} {static / ours:>6.2f} | {totals.compiles - before}")  # fmt: skip
+    if options.decodes:
+        watch_memory(plain, compiled, options.decodes)
     print(f"  eager calls: {dict(totals.eager_calls)}, retired: {totals.retired}")
+
+
+def static_compile(vae, latent: torch.Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Return median milliseconds, peak GiB and first-call seconds of torch.compile made for one size."""
+    torch._dynamo.reset()
+    vae.decode(latent)  # loads this VAE's patches
+    decode = torch.compile(vae.first_stage_model.decode, dynamic=False)
+    data = latent.to(vae.vae_dtype).to(vae.device)
+    start = time.perf_counter()
+    decode(data)
+    step.sync()
+    first = time.perf_counter() - start
+    return *timed_calls(lambda: decode(data), options.repeats), first
+
+
+def watch_memory(plain, compiled, decodes: int) -> None:
+    """Decode random sizes, eager and then compiled, and print what the allocator holds after some of them."""
+    for label, vae in (("eager", plain), ("ours", compiled)):
+        sizes = random.Random(0)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = []
+        for _ in range(decodes):
+            latent = torch.randn(sizes.randint(1, 4), 4, sizes.randint(16, 160), sizes.randint(16, 160))
+            vae.decode(latent)
+            step.sync()
+            held.append(torch.cuda.memory_allocated() / 2**30)
+        peak, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.memory_reserved() / 2**30
+        print(f"  {decodes} random sizes, {label}: held {held[9]:.3f} GiB after 10, {held[-1]:.3f} at the end, "
+              f"peak {peak:.2f}, reserved {reserved:.2f}")  # fmt: skip
 
 
 def timed(vae, latent: torch.Tensor, repeats: int) -> tuple[float, float]:
     """Return the median milliseconds of the network's decoding, and its peak GiB over the weights."""
     vae.decode(latent)  # loads this VAE's patches
-    network, data = vae.first_stage_model, latent.to(vae.vae_dtype).to(vae.device)
+    data = latent.to(vae.vae_dtype).to(vae.device)
+    return timed_calls(lambda: vae.first_stage_model.decode(data), repeats)
+
+
+def timed_calls(call: Callable[[], torch.Tensor], repeats: int) -> tuple[float, float]:
+    """Return the median milliseconds of a call and its peak GiB over what was held before."""
     times, peak = [], 0.0
     for _ in range(repeats):
         held = _allocated()
         step.sync()
         start = time.perf_counter()
-        network.decode(data)
+        call()
         step.sync()
         times.append((time.perf_counter() - start) * 1e3)
         peak = torch.cuda.max_memory_allocated() - held if torch.cuda.is_available() else 0

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .layout import CHANNELS_LAST
+
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
 _SCHEMA = (
     "attention(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
@@ -35,7 +37,7 @@ def register_operator() -> None:
     torch.library.register_fake("compiled_graphs::attention", _shape)
     torch.library.define("compiled_graphs::map_attention", _MAP_SCHEMA)
     torch.library.impl("compiled_graphs::map_attention", "CompositeExplicitAutograd", _run_map)
-    torch.library.register_fake("compiled_graphs::map_attention", lambda function, q, k, v: q.new_empty(q.shape))
+    torch.library.register_fake("compiled_graphs::map_attention", lambda function, q, k, v: torch.empty_like(q))
 
 
 def opaque_attention(
@@ -102,7 +104,14 @@ def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_re
 
 
 def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return _resolve(function)(q.contiguous(), k.contiguous(), v.contiguous()).to(q.dtype).contiguous()
+    output = _resolve(function)(*(_dense(t) for t in (q, k, v))).to(q.dtype)
+    return output if output.stride() == q.stride() else torch.empty_like(q).copy_(output)
+
+
+def _dense(feature_map: torch.Tensor) -> torch.Tensor:
+    """Hosts view maps as [batch, channels, pixels], which only these two layouts allow."""
+    is_channels_last = feature_map.is_contiguous(memory_format=CHANNELS_LAST[feature_map.ndim])
+    return feature_map if is_channels_last else feature_map.contiguous()
 
 
 def _shape(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202

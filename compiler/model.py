@@ -15,6 +15,7 @@ from torch import nn
 from .backends.base import Backend
 from .counters import Counters, totals
 from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
+from .environment import environment
 from .fingerprint import fingerprint
 from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
@@ -134,13 +135,13 @@ class CompiledModel:
 
         Returns a sentence for each reason why graphs that fit a region cannot serve here.
         """
-        environment = self._backend.environment(self._device)
+        fields = environment(self._backend, self._device)
         refused: Counter[str] = Counter()
         for graph in stored:
             kind = self._kinds.get(graph.fingerprint)
             if kind is None or kind.closed:
                 continue
-            if different := _difference(graph.environment, environment):
+            if different := _difference(graph.environment, fields):
                 refused[f"made for {different}"] += 1
                 continue
             try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from . import attention
 from .backends.base import Backend
 from .counters import Counters, totals
+from .environment import environment
 from .graph import CompiledGraph
 from .graph_file import StoredGraph
 from .host import Host
@@ -88,14 +89,12 @@ class Registry:
         Two callers that want one key get one graph: jobs run one at a time, and each looks again first.
         Raises what tracing or the backend raises, and CompileTimeout.
         """
-        environment = backend.environment(variant.device)
-        key = graph_key(variant.fingerprint, variant.structure, variant.sizes, environment)
+        fields = environment(backend, variant.device)
+        key = graph_key(variant.fingerprint, variant.structure, variant.sizes, fields)
         if entry := self._find(key):
             counters.add("from_memory")
             return entry, "memory"
-        return self.run(
-            variant.region, lambda: self._load_or_compile(key, environment, variant, backend, host, counters)
-        )
+        return self.run(variant.region, lambda: self._load_or_compile(key, fields, variant, backend, host, counters))
 
     def adopt(self, stored: StoredGraph, backend: Backend, counters: Counters) -> GraphEntry:
         """Return the entry for a graph read from a file, loading it unless memory has it.

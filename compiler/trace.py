@@ -7,7 +7,6 @@ than computed wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from .fingerprint import region_code, tensor_attributes
 from .graph import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .host import Host
+from .layout import ChannelsLast, input_format, laid_out
 from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
@@ -97,9 +97,10 @@ class _PureRegion(nn.Module):
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
         region, structure, context = self.hidden
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
-            group[name] = _laid_out(weight)
+            group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
-        result = call_forward(region, arguments, context)
+        with ChannelsLast():
+            result = call_forward(region, arguments, context)
         leaves, spec = pytree.tree_flatten(arguments)
         # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.
         if spec != structure.spec or any(leaf is not old for leaf, old in zip(leaves, structure.flat(inputs))):
@@ -122,7 +123,7 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
         host.adapt(twin)
         named = list(tensor_slots(twin))
         weights = [group[name] for _, (group, name) in named]
-        formats = [_memory_format(variant, shape) for shape in variant.hints]
+        formats = [input_format(variant.module, shape, variant.device) for shape in variant.hints]
         inputs = [
             torch.empty(shape, dtype=dtype, device=variant.device, memory_format=MEMORY_FORMATS[fmt])
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
@@ -155,26 +156,8 @@ def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:
     return any("attention" not in name and "dropout" not in name for name in drawing)
 
 
-def _laid_out(weight: torch.Tensor) -> torch.Tensor:
-    """Let a graph transpose convolution weights itself, once per call.
-
-    Contiguous ones, which a host and its LoRAs keep, make the compiler choose contiguous activations, and
-    cuDNN then transposes each of those there and back. Weights laid out in place would slow the eager twin
-    that shares them.
-    """
-    if weight.device.type != "cuda" or weight.ndim not in (4, 5):
-        return weight
-    return weight.contiguous(memory_format=torch.channels_last if weight.ndim == 4 else torch.channels_last_3d)
-
-
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-
-
-def _memory_format(variant: Variant, shape: Sequence[int]) -> str:
-    """GPU convolutions are fastest in channels_last, and one format through a model avoids copies."""
-    has_convolutions = any(p.ndim == 4 for p in variant.module.parameters())
-    return "channels_last" if len(shape) == 4 and has_convolutions and variant.device.type == "cuda" else "contiguous"
 
 
 def _mutated_inputs(

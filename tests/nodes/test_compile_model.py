@@ -62,6 +62,14 @@ def test_every_input_and_output_is_explained(server):
     assert info["description"]
 
 
+def test_a_bypassed_node_hands_on_what_it_was_given(server):
+    """ComfyUI's frontend lets each output of a bypassed node be the first input of its type."""
+    for name, node in server.get("/object_info").items():
+        if name.startswith("CG_"):
+            inputs = [kind for group in ("required", "optional") for kind, *_ in node["input"].get(group, {}).values()]
+            assert set(node["output"]) <= {kind for kind in inputs if isinstance(kind, str)}, name
+
+
 def test_a_backend_that_does_not_exist_is_named(server, workflow):
     prompt = workflow()
     prompt["2"]["inputs"]["backend"] = "nonsense"

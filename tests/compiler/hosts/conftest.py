@@ -142,7 +142,7 @@ def load_vae() -> Callable[..., Any]:
         _fill(network, seed)
         return network.state_dict()
 
-    def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, change: Callable = dict) -> Any:
+    def make(name: str, seed: int = 0, dtype: torch.dtype | None = torch.float32, change: Callable = dict) -> Any:
         if name not in ("taesd", "kl", "small_kl", "sd3", "svd") and not hasattr(comfy.sd.VAE, "decode_tiled_3d"):
             pytest.skip(f"this ComfyUI has no {name}")
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():

@@ -418,6 +418,24 @@ def test_a_dtype_has_graphs_of_its_own(load_vae, warm):
     assert reasons(warm) == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_dtype_of_the_command_line_is_the_graphs(dtype, load_vae, registry, monkeypatch):
+    name = {torch.float16: "fp16_vae", torch.bfloat16: "bf16_vae", torch.float32: "fp32_vae"}[dtype]
+    if hasattr(comfy.model_management, "VAE_DTYPE"):  # the command line, read on import in 2024
+        monkeypatch.setattr(comfy.model_management, "VAE_DTYPE", dtype)
+    else:
+        monkeypatch.setattr(comfy.model_management.args, name, True)
+    vae = load_vae("small_kl", dtype=None)
+    assert vae.vae_dtype == dtype
+    compiled, _ = compile_eager(vae)
+    (graph,) = host.graphs_in_use(compiled.patcher)
+    assert {i.dtype for i in graph.spec.inputs} == {str(dtype)}
+    with totals.expect(compiles=0):
+        for _ in range(2):
+            assert_same(decode(compiled), decode(vae), BOUND if dtype == torch.float32 else 5e-2)
+    assert reasons(registry) == {}
+
+
 def test_a_file_of_another_dtype_does_no_harm(load_vae, warm, monkeypatch):
     wide, narrow = load_vae("small_kl"), load_vae("small_kl", dtype=torch.bfloat16)
     stored = read_back(compile_eager(narrow)[0])

@@ -1,0 +1,31 @@
+"""What a graph depends on besides its region and its call."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .backends import Backend
+
+_TRACING = ("attention", "layout", "signature", "skeleton", "trace")
+"""Modules here that decide what graph a region becomes."""
+
+
+def environment(backend: Backend, device: torch.device) -> dict[str, str]:
+    """Return the backend's environment and the version of our own tracing. Part of a graph's key."""
+    return backend.environment(device) | {"tracing": tracing_version()}
+
+
+@lru_cache(maxsize=1)
+def tracing_version() -> str:
+    """Return a digest of the code that traces: an update that corrects it must not load what it made before."""
+    digest = hashlib.sha256()
+    for name in _TRACING:
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")  # line ends are one here
+        digest.update(source.encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,85 @@
+"""One memory format through a graph: channels_last, in which GPU convolutions are fastest.
+
+Left to itself a compiler takes over what the eager code does, and where one operator hands on contiguous
+data, cuDNN or a pointwise kernel transposes it there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def input_format(module: nn.Module, shape: Sequence[int], device: torch.device) -> str:
+    """Return the memory format, by its name in a file, in which a region's graph takes an input of this shape."""
+    has_convolutions = any(p.ndim == 4 for p in module.parameters())
+    return "channels_last" if len(shape) == 4 and has_convolutions and device.type == "cuda" else "contiguous"
+
+
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a convolution's weight, or a feature map on a GPU, in channels_last, and anything else as it is.
+
+    Weights are transposed in the graph, once per call: hosts and their LoRAs keep them contiguous, and
+    transposed in place they would slow the eager twin that shares them.
+    """
+    if tensor.device.type != "cuda" or tensor.ndim not in CHANNELS_LAST:
+        return tensor
+    return tensor.contiguous(memory_format=CHANNELS_LAST[tensor.ndim])
+
+
+class ChannelsLast(TorchFunctionMode):
+    """While a region is traced for a GPU, rewrites the functions that would leave channels_last or be slow in it."""
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.interpolate:
+            # Its own decomposition returns contiguous data, and all that is added to it later follows.
+            return laid_out(function(*args, **kwargs))
+        if function is F.group_norm:
+            return _group_norm_on_gpu(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _group_norm_on_gpu(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002  torch's name
+    if input.device.type != "cuda" or input.ndim not in CHANNELS_LAST:
+        return F.group_norm(input, *args, **kwargs)
+    return group_norm_by_channel(input, *args, **kwargs)
+
+
+def group_norm_by_channel(
+    input: torch.Tensor,  # noqa: A002  torch's name
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Compute `torch.nn.functional.group_norm` from the moments of each channel.
+
+    input: [batch, channels, ...]. In channels_last a group is a few neighbours out of every pixel, which
+    reads badly; a channel's moments read the map once, side by side. Groups get theirs from them by Chan,
+    Golub and LeVeque's rule (1979), which cancels no digits as a difference of squares would.
+    """
+    batch, channels = input.shape[:2]
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    variance, mean = torch.var_mean(wide, dim=list(range(2, input.ndim)), correction=0)
+    grouped = (batch, num_groups, channels // num_groups)
+    variance, mean = variance.reshape(grouped), mean.reshape(grouped)
+    center = mean.mean(-1, keepdim=True)
+    spread = variance.mean(-1, keepdim=True) + (mean - center).square().mean(-1, keepdim=True)
+    scale = torch.rsqrt(spread + eps).expand(grouped).reshape(batch, channels)
+    shift = -center.expand(grouped).reshape(batch, channels) * scale
+    if weight is not None:
+        scale, shift = scale * weight, shift * weight
+    if bias is not None:
+        shift = shift + bias
+    pixels = (batch, channels) + (1,) * (input.ndim - 2)
+    return (wide * scale.reshape(pixels) + shift.reshape(pixels)).to(input.dtype)

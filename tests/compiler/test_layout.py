@@ -1,0 +1,38 @@
+"""One memory format through a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_graphs.compiler.layout import ChannelsLast, group_norm_by_channel
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 5, 7), (1, 8, 1, 1), (3, 4, 2, 5, 6)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_by_channel_is_group_norm(shape, affine):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    weight, bias = (torch.randn(shape[1]), torch.randn(shape[1])) if affine else (None, None)
+    expected = F.group_norm(x, 4, weight, bias, 1e-6)
+    torch.testing.assert_close(group_norm_by_channel(x, 4, weight, bias, 1e-6), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_group_norm_by_channel_keeps_its_digits_far_from_zero():
+    x = torch.randn(1, 8, 64, 64, generator=torch.Generator().manual_seed(0)) + 1000
+    expected = F.group_norm(x.double(), 2).float()
+    torch.testing.assert_close(group_norm_by_channel(x, 2), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_group_norm_by_channel_computes_half_precision_in_single(dtype):
+    x = (torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0)) * 200).to(dtype)
+    result = group_norm_by_channel(x, 2)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, F.group_norm(x.float(), 2).to(dtype))
+
+
+def test_nothing_is_rewritten_on_a_cpu():
+    x = torch.randn(1, 8, 4, 4)
+    with ChannelsLast():
+        assert torch.equal(F.group_norm(x, 2), torch.group_norm(x, 2))
+        assert F.interpolate(x, scale_factor=2.0).is_contiguous()
