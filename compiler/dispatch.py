@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from .counters import Counters
 from .fingerprint import region_code
 from .graph import MEMORY_FORMATS
-from .guards import ModuleGuard, WeightGuard
+from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
 from .registry import GraphEntry
 from .signature import STATIC_TYPES, TENSOR_TYPES, Structure, Unsupported, bind, forward_signature, read
@@ -123,6 +124,7 @@ class RegionForward:
         host: Host,
         counters: Counters,
         learn: Learn,
+        describe: Callable[[], RegionKind],
         verify: bool,
         on_retired: Callable[[], None],
     ) -> None:
@@ -131,10 +133,16 @@ class RegionForward:
         self._host = host
         self._counters = counters
         self._learn = learn
+        self._describe = describe
         self._verify = verify
         self._on_retired = on_retired
         self._modules = ModuleGuard(module, host)
-        self._weights = WeightGuard(module)
+        self._weights = WeightGuard(module, host)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
+        """A copy of the module has weights of its own, and is eager until somebody compiles it."""
+        twin = memo[id(self._module())]
+        return MethodType(type(twin).forward, twin)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -142,8 +150,9 @@ class RegionForward:
             return self._kind.cls.forward(module, *args, **kwargs)
         self._counters.add("calls")
         try:
-            plan, tensors = self._plan(args, kwargs)
             self._check_call(args, kwargs)
+            self._follow(module)
+            plan, tensors = self._plan(args, kwargs)
             spec = plan.entry.graph.spec
             weights = self._weights.weights(spec)
             _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
@@ -222,7 +231,16 @@ class RegionForward:
         context |= {name: kwargs[name] for name in self._host.context_arguments if name in kwargs}
         if reason := self._host.reaches(context, self._kind.literals):
             raise Unsupported(reason)
-        self._modules.check()
+
+    def _follow(self, module: nn.Module) -> None:
+        """See whether the region is still the one that was described; if not, go on as what it is now."""
+        try:
+            self._modules.check()
+            self._weights.check()
+        except Changed:
+            self._modules, self._weights = ModuleGuard(module, self._host), WeightGuard(module, self._host)
+            self._modules.check()
+            self._kind = self._describe()
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         spec = plan.entry.graph.spec

@@ -59,7 +59,7 @@ def region_code(module: nn.Module, host: Host) -> Code:
     for child in module.modules():
         roots.add(type(child))
         for name in child.__dict__.keys() - host.volatile_attributes - {"forward"}:
-            roots.update(_functions(child.__dict__[name]))
+            roots.update(_code_of(child.__dict__[name]))
     return _closure(frozenset(roots), host.infrastructure)
 
 
@@ -79,7 +79,7 @@ def tensor_attributes(module: nn.Module) -> list[str]:
 def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
     for path, child in module.named_modules():
         settings = {
-            name: _plain(value, objects=True)
+            name: _plain(host.setting(name, value), objects=True)
             for name, value in child.__dict__.items()
             if name not in _MODULE_INTERNALS and name not in host.volatile_attributes and name != "forward"
         }
@@ -98,11 +98,14 @@ def _name(item: Any) -> str:
     return item.__qualname__ if "/" in module or "\\" in module else f"{module}.{item.__qualname__}"
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
+def _code_of(value: Any) -> Iterator[types.FunctionType | type]:
+    """Yield the function that an attribute is, or the class of an object that is called like one."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, types.FunctionType):
         yield value
+    elif callable(value) and isinstance(type(value).__call__, types.FunctionType) and not isinstance(value, nn.Module):
+        yield type(value)
 
 
 def _plain(value: Any, depth: int = 6, objects: bool = False) -> Any:

@@ -17,8 +17,12 @@ from torch import nn
 
 from .graph import GraphSpec
 from .host import Host
-from .signature import TENSOR_TYPES, Unsupported
+from .signature import STATIC_TYPES, TENSOR_TYPES, Unsupported
 from .skeleton import tensor_slots
+
+
+class Changed(Exception):
+    """A region is not what it was when it was described: other modules, settings, shapes or dtypes."""
 
 
 class ModuleGuard:
@@ -36,13 +40,23 @@ class ModuleGuard:
         self._children = self._current_children()
         self._sizes: list[int] | None = None
         self._switches: list[tuple[dict[str, Any], str]] = []
+        self._settings = [
+            (module.__dict__, name, _snapshot(module.__dict__[name]))
+            for module in region.modules()
+            for name in host.settings & module.__dict__.keys()
+        ]
 
     def check(self) -> None:
-        """Raise Unsupported if a hook, a replacement or a weight function is inside the region."""
+        """Raise Unsupported if a hook, a replaced forward or a weight function is inside the region.
+
+        Raises Changed if its modules, or settings that the host says people change, are others than before.
+        """
         if any(self._hooks):
             raise Unsupported("a hook on a module inside the region")
         if self._current_children() != self._children:
-            raise Unsupported("a replaced module inside the region")
+            raise Changed
+        if any(_snapshot(attributes.get(name)) != before for attributes, name, before in self._settings):
+            raise Changed
         # A new attribute changes the size of its dictionary; those that were there already are read.
         if list(map(len, self._attributes)) != self._sizes:
             self._look_again()
@@ -63,22 +77,38 @@ class ModuleGuard:
             self._sizes = list(map(len, self._attributes))
 
 
+def _snapshot(value: Any, depth: int = 3) -> Any:
+    """Return what to compare a setting by: plain values, containers of them, and objects with what they hold."""
+    if isinstance(value, dict) and depth:
+        return {key: _snapshot(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple | set) and depth:
+        return [_snapshot(item, depth - 1) for item in value]
+    if hasattr(value, "__dict__") and depth and not isinstance(value, torch.Tensor | type):
+        return value, {n: _snapshot(item, depth - 1) for n, item in vars(value).items() if not n.startswith("_")}
+    return value if isinstance(value, STATIC_TYPES) else id(value)
+
+
 class WeightGuard:
     """A region's weights as they are now, and whether a graph can take them."""
 
-    def __init__(self, region: nn.Module) -> None:
+    def __init__(self, region: nn.Module, host: Host) -> None:
         self._slots = [slot for _, slot in tensor_slots(region)]
+        self._described = self._kinds(host)
+        self._host = host
         self._spec: GraphSpec | None = None
         self._references: list[weakref.ref] = []
         self._pointers: list[int] = []
 
+    def check(self) -> None:
+        """Raise Changed if the weights have other shapes or dtypes than before."""
+        if not self._are_the_same(self._current()) and self._kinds(self._host) != self._described:
+            raise Changed
+
     def weights(self, spec: GraphSpec) -> list[torch.Tensor]:
         """Return the weights in the order and layout of `spec`. Raises Unsupported with the reason if they differ."""
-        weights = [group.get(name) for group, name in self._slots]
-        if spec is self._spec and all(reference() is weight for reference, weight in zip(self._references, weights)):
-            # Host code moves weights by swapping what a Parameter points to.
-            if [weight is not None and weight.data_ptr() for weight in weights] == self._pointers:
-                return weights
+        weights = self._current()
+        if spec is self._spec and self._are_the_same(weights):
+            return weights
         self._spec = None
         arranged = [self._admit(*pair) for pair in zip(weights, self._names(), spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
@@ -86,6 +116,20 @@ class WeightGuard:
             self._references = [weakref.ref(weight) for weight in weights]
             self._pointers = [weight.data_ptr() for weight in weights]
         return arranged
+
+    def _current(self) -> list[torch.Tensor | None]:
+        return [group.get(name) for group, name in self._slots]
+
+    def _are_the_same(self, weights: list[torch.Tensor | None]) -> bool:
+        """Whether these are the weights that were admitted last."""
+        if self._spec is None or not all(ref() is weight for ref, weight in zip(self._references, weights)):
+            return False
+        # Host code moves weights by swapping what a Parameter points to.
+        return [weight is not None and weight.data_ptr() for weight in weights] == self._pointers
+
+    def _kinds(self, host: Host) -> list[tuple | None]:
+        where = (lambda weight: weight.device) if host.weights_say_device else (lambda weight: None)
+        return [None if w is None else (w.dtype, w.shape, where(w)) for w in self._current()]
 
     def _names(self) -> Iterator[str]:
         return (name for _, name in self._slots)

@@ -30,6 +30,17 @@ class Host:
     """Python module prefixes whose code moves tensors and settings about without deciding what a region
     computes. A region's fingerprint does not follow calls into them."""
 
+    settings: frozenset[str] = frozenset()
+    """Instance attributes that people change on a model in use (adapters, processors). A change is followed."""
+
+    weights_say_device: bool = True
+    """Whether weights that lie on another device than before mean that the model runs there now. Where the host
+    brings them to the device itself, call by call, they do not."""
+
+    def setting(self, name: str, value: Any) -> Any:
+        """Return the part of an instance attribute that decides what a region computes."""
+        return value
+
     def stand_in(self, name: str, literals: frozenset[str]) -> Any:
         """Return what a context argument is while a region is traced.
 

@@ -8,6 +8,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
@@ -67,6 +69,10 @@ class Summary:
     """Regions whose graphs this model had to have compiled."""
 
 
+MAX_STATES = 8
+"""New states of one region that are followed. What changes with every image must not compile with every image."""
+
+
 class CannotCallAhead(Exception):
     """A model that cannot run under fake tensors with the inputs it was given; its own error is the cause."""
 
@@ -106,10 +112,10 @@ class CompiledModel:
         self._fingerprints: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._compiled: list[str] = []
+        self._pending: list[StoredGraph] = []
+        self._states: Counter[str] = Counter()
         for region in regions:
-            kind = self._describe(region)
-            self._fingerprints[region.path] = kind.fingerprint
-            self._kinds.setdefault(kind.fingerprint, kind)
+            self._describe(region)
 
     def forwards(self) -> dict[str, RegionForward]:
         """Return what takes the place of each region's `forward`, by path.
@@ -124,32 +130,38 @@ class CompiledModel:
                 self._host,
                 self.counters,
                 self._learn,
+                partial(self._describe_again, path),
                 self._verify,
                 self._on_change,
             )
             for path, identity in self._fingerprints.items()
         }
 
-    def load(self, stored: Iterable[StoredGraph]) -> list[str]:
+    def load(self, stored: Iterable[StoredGraph], keep: bool = False) -> list[str]:
         """Use graphs from a file for the regions they were made for, without looking at a call.
 
+        `keep` keeps those that fit no region as it is now for when the model changes its dtype or device.
         Returns a sentence for each reason why graphs that fit a region cannot serve here.
         """
-        fields = environment(self._backend, self._device)
         refused: Counter[str] = Counter()
-        for graph in stored:
-            kind = self._kinds.get(graph.fingerprint)
-            if kind is None or kind.closed:
-                continue
-            if different := _difference(graph.environment, fields):
-                refused[f"made for {different}"] += 1
-                continue
-            try:
-                kind.serve(graph.structure, self._registry.adopt(graph, self._backend, self.counters))
-                self._loaded.add(graph.fingerprint)
-            except Exception as error:
-                refused[f"not loaded ({_one_line(error)})"] += 1
+        waiting = [graph for graph in stored if not self._serve_stored(graph, refused)]
+        self._pending = waiting if keep else []
         return [f"{count} graphs of the file were {reason}; compiled here instead" for reason, count in refused.items()]
+
+    def _serve_stored(self, graph: StoredGraph, refused: Counter[str]) -> bool:
+        """Use a graph from a file if a region is what it was made for, or note why that region cannot."""
+        kind = self._kinds.get(graph.fingerprint)
+        if kind is None or kind.closed:
+            return False
+        if different := _difference(graph.environment, environment(self._backend, self._device)):
+            refused[f"made for {different}"] += 1
+            return False
+        try:
+            kind.serve(graph.structure, self._registry.adopt(graph, self._backend, self.counters))
+            self._loaded.add(graph.fingerprint)
+        except Exception as error:
+            refused[f"not loaded ({_one_line(error)})"] += 1
+        return True
 
     def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = lambda progress: None) -> None:
         """Provide graphs like those of a file that cannot be loaded here. The file need not be trusted.
@@ -204,11 +216,47 @@ class CompiledModel:
         )
 
     def _describe(self, region: Region) -> RegionKind:
+        """Return the kind that a region is now, and remember that it is."""
         try:
-            return RegionKind.of(region.module, fingerprint(region.module, self._host), self._host, self._device)
+            identity = fingerprint(region.module, self._host)
+            kind = self._kinds.get(identity) or RegionKind.of(region.module, identity, self._host, self._device)
         except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
-            reason = f"a block that cannot be described ({_one_line(error)})"
-            return RegionKind(type(region.module), region.path, frozenset(), {}, self._device.type, closed=reason)
+            kind = self._closed(region, f"a block that cannot be described ({_one_line(error)})")
+        self._fingerprints[region.path] = kind.fingerprint
+        return self._kinds.setdefault(kind.fingerprint, kind)
+
+    def _describe_all(self) -> None:
+        for path in self._fingerprints:
+            self._describe(Region(path, self._model().get_submodule(path)))
+
+    def _closed(self, region: Region, reason: str) -> RegionKind:
+        return RegionKind(type(region.module), region.path, frozenset(), {}, self._device.type, closed=reason)
+
+    def _describe_again(self, path: str) -> RegionKind:
+        """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
+        model = self._model()
+        region = Region(path, model.get_submodule(path))
+        if self._host.weights_say_device:
+            self._go_to(next(tensor.device for tensor in chain(region.module.parameters(), region.module.buffers())))
+        if self._states[path] == MAX_STATES:
+            return self._closed(region, f"a block that keeps changing (more than {MAX_STATES} times)")
+        known = len(self._kinds)
+        kind = self._describe(region)
+        if len(self._kinds) > known:
+            self._states[path] += 1
+            self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
+        return kind
+
+    def _go_to(self, device: torch.device) -> None:
+        if device == self._device or device.type == "meta":
+            return
+        self._device = device
+        self._kinds.clear()
+        reason = self._backend.available(device)
+        self._describe_all()
+        for kind in self._kinds.values():
+            kind.closed = kind.closed or reason
+        self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
 
     def _wanted(self, call: ModelCall) -> list[Variant]:
         model = self._model()
@@ -254,6 +302,7 @@ class CompiledModel:
         call = self._current_call()
         if call is None:
             return "a kind of call that was not foreseen"
+        self._describe_all()  # what has made one region another may have changed others, not called since
         try:
             variants = self._registry.run("probe", lambda: self._wanted(call))
         except Exception as error:

@@ -28,6 +28,16 @@ LISTED = frozenset(
         "comfy.ldm.modules.diffusionmodules.model.Encoder",
         # TAESD stacks these in a Sequential.
         "comfy.taesd.taesd.Block",
+        # The same in diffusers: the layers of its UNets, and the halves of its VAEs.
+        "diffusers.models.resnet.ResnetBlock2D",
+        "diffusers.models.resnet.SpatioTemporalResBlock",
+        "diffusers.models.transformers.transformer_2d.Transformer2DModel",
+        "diffusers.models.transformers.transformer_temporal.TransformerSpatioTemporalModel",
+        "diffusers.models.autoencoders.vae.Decoder",
+        "diffusers.models.autoencoders.vae.DecoderTiny",
+        "diffusers.models.autoencoders.vae.Encoder",
+        "diffusers.models.autoencoders.vae.EncoderTiny",
+        "diffusers.models.autoencoders.autoencoder_kl_temporal_decoder.TemporalDecoder",
     }
 )
 """Classes that are regions wherever they stand, by qualified name; subclasses count."""
@@ -38,13 +48,14 @@ class Region:
     """One block of a model."""
 
     path: str
-    """Dotted path of the block below the model, as in its state dict."""
+    """Dotted path of the block below the model, as in its state dict; empty if the model itself is the block."""
     module: nn.Module
 
     @property
     def label(self) -> str:
         """What a person is shown: the class and the place."""
-        return f"{type(self.module).__name__} ({self.path})"
+        name = type(self.module).__name__
+        return f"{name} ({self.path})" if self.path else name
 
 
 def find_regions(model: nn.Module) -> list[Region]:
@@ -57,7 +68,7 @@ def find_regions(model: nn.Module) -> list[Region]:
 
 
 def _walk(module: nn.Module, path: str, repeated: bool) -> Iterator[Region]:
-    if path and (repeated or _is_listed(module)):
+    if repeated or _is_listed(module):
         yield Region(path, module)
         return
     region_classes = _repeated_blocks(module)

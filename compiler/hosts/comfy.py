@@ -58,6 +58,7 @@ class ComfyHost(Host):
         "comfy_patched_weights",
         "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
     }
+    weights_say_device = False
     infrastructure = (
         "comfy.model_management",
         "comfy.cli_args",

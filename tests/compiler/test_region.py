@@ -78,8 +78,10 @@ def test_a_container_of_listed_layers_gives_way_to_the_layers():
     assert paths(network) == ["stages.0.1", "stages.1.1"]
 
 
-def test_the_model_itself_is_never_a_region():
-    assert paths(listed_class()()) == []
+def test_a_listed_model_is_a_region_itself():
+    (region,) = find_regions(listed_class()())
+    assert region.path == ""
+    assert region.label == type(region.module).__name__
 
 
 def test_a_block_that_stands_in_two_places_is_one_region():
