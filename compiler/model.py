@@ -117,6 +117,16 @@ class CompiledModel:
         for region in regions:
             self._describe(region)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._device
+
+    @property
+    def pending(self) -> int:
+        """Graphs of files that wait for the model to change its dtype or device."""
+        return len(self._pending)
+
     def forwards(self) -> dict[str, RegionForward]:
         """Return what takes the place of each region's `forward`, by path.
 
@@ -136,6 +146,10 @@ class CompiledModel:
             )
             for path, identity in self._fingerprints.items()
         }
+
+    def like(self, model: nn.Module, regions: Iterable[Region]) -> CompiledModel:
+        """Return another compiled model with the same device, backend, registry and host."""
+        return CompiledModel(model, regions, self._device, self._backend, self._registry, self._host)
 
     def load(self, stored: Iterable[StoredGraph], keep: bool = False) -> list[str]:
         """Use graphs from a file for the regions they were made for, without looking at a call.

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..attention import opaque_attention, opaque_map_attention, register_operator
 from ..backends import choose_backend
-from ..dispatch import eagerly
+from ..entrance import CodingEntrance, Entrance
 from ..fingerprint import fingerprint
 from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
@@ -225,7 +225,7 @@ def _install(
     if not regions:
         return f"not compiled: {type(network).__name__} has no block that can be compiled{_taken_text(taken)}"
     entrances = [
-        (_Entrance if method == "forward" else _CodingEntrance)(
+        (Entrance if method == "forward" else CodingEntrance)(
             network, method, _foreign_forward(clone, network, prefix + method, method)
         )
         for method in calls
@@ -258,7 +258,8 @@ def _install(
     for entrance in entrances:
         entrance.compiled = compiled
         entrance.on_call = _role(request, kind, compiled)
-        entrance.on_broken = lambda line: request.on_change(f"{text()}\n{line}")
+        if isinstance(entrance, CodingEntrance):
+            entrance.on_broken = lambda line: request.on_change(f"{text()}\n{line}")
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
     for path, forward in compiled.forwards().items():
@@ -268,13 +269,14 @@ def _install(
     return text()
 
 
-def _current_call(entrances: Iterable[_Entrance]) -> Callable[[], ModelCall | None]:
+def _current_call(entrances: Iterable[Entrance]) -> Callable[[], ModelCall | None]:
     """Return what finds the running call. It must not keep the entrances, which keep what it is given to."""
     references = [weakref.ref(entrance) for entrance in entrances]
 
     def find() -> ModelCall | None:
         alive = (entrance for reference in references if (entrance := reference()))
-        return next((call for entrance in alive if (call := entrance.current_call())), None)
+        running = next(((e.method, *call) for e in alive if (call := e.running_call())), None)
+        return None if running is None else lambda twin, sizes: comfy_calls.repeat(twin, *running, sizes)
 
     return find
 
@@ -355,7 +357,7 @@ def _clone(patcher: Any) -> Any:
 
 def _is_ours(forward: Any) -> bool:
     """By name, for there may be two copies of this extension."""
-    return type(forward).__name__ in ("RegionForward", "_Entrance", "_CodingEntrance")
+    return type(forward).__name__ in ("RegionForward", "Entrance", "CodingEntrance")
 
 
 def _free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
@@ -419,68 +421,3 @@ def _progress(node_id: str) -> Callable[[Progress], None]:
         )
 
     return report
-
-
-class _Entrance:
-    """Takes the place of the method by which ComfyUI enters a network, to tell a region which call is running."""
-
-    def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
-        self._network = weakref.ref(network)
-        self._cls = type(network)
-        self.method = method
-        self.inner = inner
-        self.compiled: CompiledModel | None = None
-        """What it was installed with, for those who hold only the patcher."""
-        self.on_call: Callable[[], None] = lambda: None
-        self.on_broken: Callable[[str], None] = lambda line: None
-        """Told when what the graphs gave had to be made again."""
-        self._running = threading.local()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = getattr(self._running, "call", None)
-        self._running.call = (args, kwargs)
-        self.on_call()
-        try:
-            return self._enter(*args, **kwargs)
-        finally:
-            self._running.call = outer
-
-    def current_call(self) -> ModelCall | None:
-        """Return the running call as one that can be repeated at other sizes."""
-        call = getattr(self._running, "call", None)
-        return None if call is None else lambda twin, sizes: comfy_calls.repeat(twin, self.method, *call, sizes)
-
-    def _enter(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
-
-
-class _CodingEntrance(_Entrance):
-    """A VAE's `decode` or `encode`: a graph that overflows where eager does not must not make a black image."""
-
-    def _enter(self, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        drawn = _random_state(data.device)
-        result = super()._enter(data, *args, **kwargs)
-        if torch.isfinite(result).all():
-            return result
-        _restore_random_state(data.device, drawn)  # an encoder may sample, and then draws what it drew before
-        with eagerly(_BROKEN):
-            again = super()._enter(data, *args, **kwargs)
-        if torch.isfinite(again).all():
-            log.warning("A VAE's graphs gave values that are not finite, and eager ones did not; they are eager's now.")
-            self.on_broken(f"eager: {_BROKEN}")
-        return again
-
-
-_BROKEN = "a compiled image with values that are not finite, made again eagerly"
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _restore_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

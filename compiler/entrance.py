@@ -1,0 +1,102 @@
+"""The method by which a host enters a network, replaced so that a region can be told which call is running."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .dispatch import eagerly
+
+if TYPE_CHECKING:
+    from .model import CompiledModel
+
+log = logging.getLogger(__name__)
+
+OVERFLOWED = "a compiled image with values that are not finite, made again eagerly"
+
+
+class Entrance:
+    """Takes the place of a network's method; remembers, per thread, the arguments of the running call."""
+
+    def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
+        self._network = weakref.ref(network)
+        self._cls = type(network)
+        self.method = method
+        self.inner = inner
+        """What somebody else had put in the method's place, or None for the class's own."""
+        self.compiled: CompiledModel | None = None
+        """What it was installed with, for those who hold only the network."""
+        self.on_call: Callable[[], None] = lambda: None
+        self._running = threading.local()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = self.running_call()
+        self._running.call = (args, kwargs)
+        self.on_call()
+        try:
+            return self._enter(*args, **kwargs)
+        finally:
+            self._running.call = outer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
+        """A copy of the network is nobody's yet."""
+        twin = memo[id(self._network())]
+        return MethodType(getattr(type(twin), self.method), twin)
+
+    def network(self) -> nn.Module | None:
+        """Return the network, or None if it is gone."""
+        return self._network()
+
+    def running_call(self) -> tuple[tuple, dict[str, Any]] | None:
+        """Return the arguments of this thread's running call."""
+        return getattr(self._running, "call", None)
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
+
+
+class CodingEntrance(Entrance):
+    """A VAE's way in: a graph that overflows where eager does not must not make a black image."""
+
+    def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
+        super().__init__(network, method, inner)
+        self.on_broken: Callable[[str], None] = lambda line: None
+        """Told when what the graphs gave had to be made again."""
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        drawn = _random_state(device)
+        result = super()._enter(*args, **kwargs)
+        if _is_finite(result):
+            return result
+        _restore_random_state(device, drawn)  # an encoder may sample, and then draws what it drew before
+        with eagerly(OVERFLOWED):
+            again = super()._enter(*args, **kwargs)
+        if _is_finite(again):
+            log.warning("A VAE's graphs gave values that are not finite, and eager ones did not; they are eager's now.")
+            self.on_broken(f"eager: {OVERFLOWED}")
+        return again
+
+
+def _is_finite(result: Any) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,32 @@
+"""The door for diffusers: `from compiled_graphs.diffusers import compile_pipe, save_pipe, load_pipe`."""
+
+from __future__ import annotations
+
+if not __package__:  # imported as the top-level module of that name, from this folder
+    raise ImportError(f"{__file__} is a part of compiled_graphs: run Python from another folder to import diffusers")
+
+from .compiler.hosts.diffusers import (
+    LoadedPart,
+    Options,
+    SavedPart,
+    compile_module,
+    compile_pipe,
+    load_pipe,
+    restore_pipe,
+    save_pipe,
+    summaries,
+    warmup,
+)
+
+__all__ = [
+    "LoadedPart",
+    "Options",
+    "SavedPart",
+    "compile_module",
+    "compile_pipe",
+    "load_pipe",
+    "restore_pipe",
+    "save_pipe",
+    "summaries",
+    "warmup",
+]
