@@ -30,7 +30,11 @@ from torch import nn
 from .host import Host
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_LIBRARIES = frozenset({"torch", "torchvision", "numpy", "einops", "triton"})
+_LIBRARIES = frozenset(
+    {"torch", "torchvision", "numpy", "einops", "triton"}  # what they compute is their version's
+    | {"PIL", "accelerate", "httpx", "huggingface_hub", "packaging", "requests", "safetensors", "tokenizers", "tqdm"}
+)
+"""Packages whose code a region's identity does not follow; the second lot computes nothing of a region."""
 _CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
 
 

@@ -51,7 +51,7 @@ class ModuleGuard:
 
         Raises Changed if its modules, or settings that the host says people change, are others than before.
         """
-        if any(self._hooks):
+        if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
             raise Unsupported("a hook on a module inside the region")
         if self._current_children() != self._children:
             raise Changed

@@ -7,7 +7,7 @@ where it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -54,6 +54,10 @@ class Host:
     def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
+
+    def hook_acts(self, hook: Callable) -> bool:
+        """Whether a hook on a module inside a region does anything in this call."""
+        return True
 
     def check_cancelled(self) -> None:
         """Raise the host's own exception if the person asked to stop."""

@@ -123,6 +123,11 @@ class CompiledModel:
         return self._device
 
     @property
+    def backend(self) -> str:
+        """Name of the backend that its graphs are for."""
+        return self._backend.name
+
+    @property
     def pending(self) -> int:
         """Graphs of files that wait for the model to change its dtype or device."""
         return len(self._pending)
@@ -158,8 +163,9 @@ class CompiledModel:
         Returns a sentence for each reason why graphs that fit a region cannot serve here.
         """
         refused: Counter[str] = Counter()
+        classes = {kind.cls.__name__ for kind in self._kinds.values()}
         waiting = [graph for graph in stored if not self._serve_stored(graph, refused)]
-        self._pending = waiting if keep else []
+        self._pending = [graph for graph in waiting if keep and graph.spec.region in classes]
         return [f"{count} graphs of the file were {reason}; compiled here instead" for reason, count in refused.items()]
 
     def _serve_stored(self, graph: StoredGraph, refused: Counter[str]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,13 +62,35 @@ class DiffusersHost(Host):
             "_disable_adapters",
         }
     )
-    infrastructure = ("accelerate", "diffusers.utils", "transformers.utils")
+    infrastructure = (
+        "diffusers.configuration_utils",
+        "diffusers.image_processor",
+        "diffusers.loaders",
+        "diffusers.models._modeling_parallel",
+        "diffusers.models.modeling_utils",
+        "diffusers.pipelines",
+        "diffusers.quantizers",
+        "diffusers.utils",
+        "transformers.modeling_utils",
+        "transformers.utils",
+    )
 
     def setting(self, name: str, value: Any) -> Any:
         """A config tells where it was read from as well, which is not what it computes."""
         if name == "_internal_dict":
             return {key: item for key, item in value.items() if not key.startswith("_")}
         return value
+
+    def hook_acts(self, hook: Callable) -> bool:
+        """transformers puts hooks on its layers that collect attention maps, for a call that asks for them."""
+        capturing = sys.modules.get("transformers.utils.output_capturing")
+        if capturing is None or getattr(hook, "__module__", "") != capturing.__name__:
+            return True
+        try:
+            collected = capturing._active_collector.get()
+            return collected is not None and inspect.getclosurevars(hook).nonlocals["key"] in collected
+        except (AttributeError, KeyError, TypeError):
+            return True
 
 
 HOST = DiffusersHost()
@@ -327,9 +350,13 @@ def _networks(component: str, module: nn.Module) -> Iterator[tuple[str, nn.Modul
 
 
 def _install(name: str, network: nn.Module, owner: Any, backend: str, options: Options) -> None:
-    if part := _part_of(network):
+    part = _part_of(network)
+    if part and backend in ("auto", part.compiled.backend):
         part.owners.add(owner)
         return
+    owners = [owner, *(part.owners if part else ())]
+    if part:
+        part.uninstall(network)
     if type(network).__name__ == "OptimizedModule" or network._compiled_call_impl is not None:
         log.warning("%s is compiled by torch.compile already, and left so.", name)
         return
@@ -345,7 +372,7 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     call = _running_call(entrance)
     compiled = CompiledModel(network, regions, device, chosen, registry(), HOST, call, options.verify)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
-    part.owners.add(owner)
+    part.owners.update(owners)
     part.install(network, entrance)
     registry().assign(type(owner).__name__, name, compiled)
 
@@ -365,10 +392,10 @@ def _forces_upcast(pipe: Any, name: str) -> bool:
 
 def _execution_device(network: nn.Module, owner: Any) -> torch.device:
     """Return where a network runs: an offloaded one's weights lie elsewhere."""
-    device = getattr(owner, "_execution_device", None) or next(network.parameters()).device
-    device = torch.device(device)
-    if device.type == "meta":
+    own = next(network.parameters()).device
+    if own.type == "meta" and not any("_hf_hook" in module.__dict__ for module in network.modules()):
         raise ValueError(f"{type(network).__name__} has no weights yet (it is on the meta device): load them first")
+    device = torch.device(getattr(owner, "_execution_device", None) or own)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
