@@ -9,4 +9,5 @@ comfyui=$(find_comfyui)
 install_comfyui "$comfyui"
 pip -e "$ROOT[test]" --no-build-isolation
 export COMFYUI_PATH=$comfyui COMPILED_GRAPHS_HOME=$CG_HOME
-exec "$CG_HOME/venv/$BIN/python" -m pytest -c "$ROOT/tests/pytest.ini" "$ROOT/tests" "$@"
+# Not `python -m pytest`: that would put the current folder, with this diffusers.py, before the real diffusers.
+exec "$CG_HOME/venv/$BIN/pytest" -c "$ROOT/tests/pytest.ini" "$ROOT/tests" "$@"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..probe import ModelCall, Sizes
 from ..signature import forward_signature
@@ -148,14 +149,15 @@ def first_call(network: nn.Module) -> ModelCall | None:
     return inputs and (lambda twin, sizes: twin(**inputs(twin, _maker(twin), sizes)))
 
 
-def repeated_call(network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall | None:
-    """Return a running call of the network as one for other sizes, or None if its class is unknown here."""
+def repeated_call(network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
+    """Return a running call of the network as one for other sizes."""
     inputs = _inputs_of(network)
-    if inputs is None:
-        return None
     given = dict(zip(forward_signature(type(network)).parameters, args)) | dict(kwargs)
 
     def call(twin: nn.Module, sizes: Sizes) -> None:
+        if inputs is None:
+            twin(**_resized_by_value(given, sizes))
+            return
         options = {"given": given} if inputs is _video_decoder else {}
         made = inputs(twin, _maker(twin), sizes, **options)
         old = _main(given)
@@ -192,6 +194,35 @@ def _resized(shape: torch.Size, old: torch.Size, new: torch.Size) -> list[int]:
             if sizes[side] <= old[side]:
                 sizes[side] = max(1, new[side] // max(1, round(old[side] / sizes[side])))
     return sizes
+
+
+def _resized_by_value(given: Mapping[str, Any], sizes: Sizes) -> Inputs:
+    """Return a call's arguments for other sizes, where only the call itself tells which sizes are which.
+
+    The first tensor is the latent, as a map or as tokens. Sizes of its, and the length of the text, are recognised
+    in other tensors by their value. Where that is wrong the network itself refuses the call.
+    """
+    latent, text = _main(given), given.get("encoder_hidden_states")
+    tokens = sizes.height * sizes.width // 4
+    area = {2: (), 3: (tokens, latent.shape[-1])}.get(latent.ndim, (sizes.height, sizes.width))
+    if latent.ndim == 5:
+        area = (sizes.frames if latent.shape[2] > 1 else 1, *area)
+    shape = (sizes.batch, *latent.shape[1 : latent.ndim - len(area)], *area)
+    changes = {old: new for old, new in zip(latent.shape[1:], shape[1:]) if old != new}
+    if isinstance(text, torch.Tensor) and text.ndim == 3:
+        changes[text.shape[1]] = sizes.tokens
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        new = list(tensor.shape)
+        for place in range(min(tensor.ndim, 1), tensor.ndim):
+            is_features = place == tensor.ndim - 1 if tensor.ndim == 3 else place == 1 and tensor.ndim > 3
+            new[place] = new[place] if is_features else changes.get(new[place], new[place])
+        if new:
+            is_batch = new[0] % latent.shape[0] == 0 and new[0] not in changes
+            new[0] = new[0] // latent.shape[0] * sizes.batch if is_batch else changes.get(new[0], new[0])
+        return torch.empty(shape if tensor is latent else new, dtype=tensor.dtype, device=tensor.device)
+
+    return pytree.tree_map_only(torch.Tensor, resize, dict(given))
 
 
 def _main(inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -28,7 +28,14 @@ from compiled_graphs.diffusers import (
     summaries,
     warmup,
 )
-from diffusers import LCMScheduler, StableDiffusionControlNetPipeline, StableDiffusionXLImg2ImgPipeline
+from diffusers import (
+    LCMScheduler,
+    PixArtTransformer2DModel,
+    PriorTransformer,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    WanTransformer3DModel,
+)
 from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL import Image
 
@@ -355,6 +362,60 @@ def test_report_each_resolution_had_to_be_warmed_up(graphs):
     with totals.expect(compiles=0, retired=0, verifications=0):
         for size in ((64, 64), (64, 96), (96, 64), (104, 88)):
             image(pipe, *size)
+
+
+# Networks whose pipelines are not known here: the running call says how they are called.
+
+
+def wan():
+    network = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, text_dim=32, freq_dim=32, ffn_dim=32, num_layers=3
+    )
+    return network, lambda batch, frames, height, width, tokens: {
+        "hidden_states": torch.randn(batch, 16, frames, height, width),
+        "timestep": torch.full((batch,), 5),
+        "encoder_hidden_states": torch.randn(batch, tokens, 32),
+    }
+
+
+def pixart():
+    network = PixArtTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, num_layers=3, cross_attention_dim=32, caption_channels=48,
+        sample_size=8, norm_type="ada_norm_single", use_additional_conditions=False,
+    )  # fmt: skip
+    return network, lambda batch, frames, height, width, tokens: {
+        "hidden_states": torch.randn(batch, 4, height, width),
+        "timestep": torch.full((batch,), 5),
+        "encoder_hidden_states": torch.randn(batch, tokens, 48),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
+def prior():
+    network = PriorTransformer(
+        num_attention_heads=2, attention_head_dim=16, num_layers=3, embedding_dim=24, num_embeddings=7
+    )
+    return network, lambda batch, frames, height, width, tokens: {
+        "hidden_states": torch.randn(batch, 24),
+        "timestep": torch.tensor(3),
+        "proj_embedding": torch.randn(batch, 24),
+        "encoder_hidden_states": torch.randn(batch, 7, 24),
+        "attention_mask": torch.ones(batch, 7, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize("make", [wan, pixart, prior])
+def test_other_networks_are_compiled_when_they_first_run(make, graphs):
+    network, inputs = make()
+    network.eval()
+    reference = copy.deepcopy(network)
+    compile_module(network, backend="eager")
+    network(**inputs(1, 3, 8, 12, 9))
+    with totals.expect(compiles=0, retired=0):
+        for size in ((1, 3, 8, 12, 9), (2, 2, 12, 8, 11), (2, 2, 12, 8, 11)):
+            given = inputs(*size)
+            assert_same(network(**given, return_dict=False)[0], reference(**given, return_dict=False)[0])
+    assert not host._part_of(network).compiled.counters.eager_calls
 
 
 # Saving and loading.
