@@ -156,7 +156,7 @@ def repeated_call(network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) ->
 
     def call(twin: nn.Module, sizes: Sizes) -> None:
         if inputs is None:
-            twin(**_resized_by_value(given, sizes))
+            _call_resized_by_value(twin, given, sizes)
             return
         options = {"given": given} if inputs is _video_decoder else {}
         made = inputs(twin, _maker(twin), sizes, **options)
@@ -196,21 +196,29 @@ def _resized(shape: torch.Size, old: torch.Size, new: torch.Size) -> list[int]:
     return sizes
 
 
-def _resized_by_value(given: Mapping[str, Any], sizes: Sizes) -> Inputs:
+def _call_resized_by_value(twin: nn.Module, given: Mapping[str, Any], sizes: Sizes) -> None:
+    """Call a network with text of another length, or where it bears only one length, with that."""
+    text = given.get("encoder_hidden_states")
+    length = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim == 3 else 0
+    try:
+        twin(**_resized_by_value(given, sizes, {length: sizes.tokens}))
+    except Exception:
+        twin(**_resized_by_value(given, sizes, {}))
+
+
+def _resized_by_value(given: Mapping[str, Any], sizes: Sizes, lengths: Mapping[int, int]) -> Inputs:
     """Return a call's arguments for other sizes, where only the call itself tells which sizes are which.
 
     The first tensor is the latent, as a map or as tokens. Sizes of its, and the length of the text, are recognised
     in other tensors by their value. Where that is wrong the network itself refuses the call.
     """
-    latent, text = _main(given), given.get("encoder_hidden_states")
+    latent = _main(given)
     tokens = sizes.height * sizes.width // 4
     area = {2: (), 3: (tokens, latent.shape[-1])}.get(latent.ndim, (sizes.height, sizes.width))
     if latent.ndim == 5:
         area = (sizes.frames if latent.shape[2] > 1 else 1, *area)
     shape = (sizes.batch, *latent.shape[1 : latent.ndim - len(area)], *area)
-    changes = {old: new for old, new in zip(latent.shape[1:], shape[1:]) if old != new}
-    if isinstance(text, torch.Tensor) and text.ndim == 3:
-        changes[text.shape[1]] = sizes.tokens
+    changes = {old: new for old, new in zip(latent.shape[1:], shape[1:]) if old != new} | lengths
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         new = list(tensor.shape)
