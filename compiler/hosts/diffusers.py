@@ -53,6 +53,7 @@ class DiffusersHost(Host):
     settings = frozenset(
         {
             "processor",  # of attention
+            "scale",  # of an IP-Adapter
             "_chunk_size",
             "_chunk_dim",
             # PEFT's layers
@@ -455,10 +456,14 @@ def _read(folder: Path) -> tuple[list[StoredGraph], list[GraphIdentity], str]:
 
 def _load(name: str, network: nn.Module, stored: list[StoredGraph], listed: list[GraphIdentity]) -> LoadedPart:
     compiled = _part_of(network).compiled
-    compiled.load(stored, keep=True)
+    for reason in compiled.load(stored, keep=True):
+        log.warning("%s: %s.", name, reason)
     if listed:
         compiled.compile_listed(listed, _log_progress)
     summary = compiled.summary()
+    if compiled.pending and not summary.loaded:
+        text = "%s: none of its graphs in the files is for the dtype and device it has now; it compiles when it runs."
+        log.warning(text, name)
     return LoadedPart(name, summary.regions, summary.loaded, compiled.pending)
 
 

@@ -14,6 +14,7 @@ import numpy
 import pipelines
 import pytest
 import torch
+from compiled_graphs.compiler import environment
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.graph_file import SUFFIX, GraphFileError
 from compiled_graphs.compiler.hosts import diffusers as host
@@ -131,6 +132,23 @@ def test_images_are_eagers_at_every_size_and_only_the_first_compiles(name, graph
             for _ in range(2):  # the first call at a batch of one is checked against eager, and eager's
                 assert_same(image(pipe, *size), theirs)
     assert reasons(pipe) == set()
+
+
+def test_inductor_makes_the_image_too(restart, tmp_path):
+    restart()
+    pipe = pipelines.flux()
+    expected = [image(pipe, *size) for size in SIZES]
+    save_pipe(compile_pipe(pipe, ignores=("vae.encoder",)), tmp_path, ignores=("vae.encoder",))
+    with totals.expect(compiles=0, retired=0):
+        for size, theirs in zip(SIZES, expected, strict=True):
+            for _ in range(2):
+                assert_same(image(pipe, *size), theirs, 1e-3)
+    restart()
+    fresh = pipelines.flux()
+    with totals.expect(compiles=0, retired=0):
+        load_pipe(fresh, tmp_path)
+        assert_same(image(fresh), expected[0], 1e-3)
+    assert reasons(fresh) == set()
 
 
 def test_frames_of_a_video_are_eagers(graphs):
@@ -290,15 +308,15 @@ def test_report_base_and_refiner_that_share_a_vae_could_not_both_be_loaded(tiny,
         return load_both()
 
     expected = refined(*make_both())
-    pipes = make_both()
+    pipes, options = make_both(), Options(text_encoders=True)  # the second text encoder is shared as well
     for number, pipe in enumerate(pipes):
-        save_pipe(eagerly_compiled(pipe), tmp_path / str(number))
+        save_pipe(eagerly_compiled(pipe, options=options), tmp_path / str(number))
     restart()
     pipes = make_both()
     weights = {t.data_ptr() for t in pipes[0].vae.parameters()}
     with totals.expect(compiles=0):
         for number, pipe in enumerate(pipes):
-            load_pipe(pipe, tmp_path / str(number))
+            load_pipe(pipe, tmp_path / str(number), options=options)
         for _ in range(2):
             assert_same(refined(*pipes), expected)
     assert pipes[0].vae is pipes[1].vae
@@ -429,18 +447,27 @@ def test_what_runs_used_is_saved_too(graphs, restart, tmp_path):
     assert after["unet"] > before["unet"]
 
 
-def test_graphs_wait_for_the_dtype_that_the_pipeline_goes_to(graphs, restart, tmp_path):
+def test_graphs_wait_for_the_dtype_that_the_pipeline_goes_to(graphs, restart, tmp_path, caplog):
     save_pipe(eagerly_compiled(pipelines.sd15().to(torch.bfloat16)), tmp_path)
     restart()
     fresh = pipelines.sd15()
     found = {part.part: part for part in load_pipe(fresh, tmp_path)}
     assert found["unet"].loaded == 0
     assert found["unet"].waiting > 0
+    assert any("none of its graphs in the files is for the dtype" in message for message in caplog.messages)
     fresh.to(torch.bfloat16)
     with totals.expect(compiles=0):
         for _ in range(2):
             assert_same(image(fresh), image(pipelines.sd15().to(torch.bfloat16)), 5e-2)
     assert reasons(fresh) == set()
+
+
+def test_files_of_another_environment_name_the_field_that_differs(graphs, restart, tmp_path, monkeypatch, caplog):
+    save_pipe(eagerly_compiled(pipelines.sd15(), ignores=("unet",)), tmp_path)
+    restart()
+    monkeypatch.setattr(environment, "tracing_version", lambda: "another")
+    load_pipe(pipelines.sd15(), tmp_path)
+    assert any("made for tracing" in message and "and this is another" in message for message in caplog.messages)
 
 
 def test_not_overwriting_is_said_and_changes_nothing(graphs, tmp_path):
@@ -516,49 +543,47 @@ def test_a_folder_from_another_machine_is_the_list_of_what_is_compiled(graphs, r
 # What people do to a pipeline in use.
 
 
-def test_a_lora_is_followed_through_its_life(graphs):
-    from peft import LoraConfig
+def lora_file(folder: Path, seed: int) -> Path:
+    """A LoRA as people have them."""
+    from peft import LoraConfig, get_peft_model_state_dict
 
-    def with_lora():
-        pipe = pipelines.sd15()
-        torch.manual_seed(9)
-        pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False), "style")
-        return pipe
+    pipe = pipelines.sd15()
+    torch.manual_seed(seed)
+    pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    pipe.save_lora_weights(
+        folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet), weight_name=f"{seed}.safetensors"
+    )
+    return folder / f"{seed}.safetensors"
 
+
+def test_a_lora_is_followed_through_its_life(graphs, tmp_path):
+    first, second = lora_file(tmp_path, 8), lora_file(tmp_path, 9)
     plain, pipe = pipelines.sd15(), eagerly_compiled(pipelines.sd15(), ignores=("vae",))
     without = image(plain)
-    assert_same(image(pipe), without)
-    torch.manual_seed(9)
-    pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False), "style")
-    plain = with_lora()
-    full = image(plain)
+
+    def both(change) -> torch.Tensor:
+        """Change both pipelines; they must make the same image, checked against eager or not, which comes back."""
+        for model in (plain, pipe):
+            change(model)
+        expected = image(plain)
+        for _ in range(2):
+            assert_same(image(pipe), expected)
+        return expected
+
+    both(lambda model: None)
+    full = both(lambda model: model.load_lora_weights(first, adapter_name="style"))
     assert (full - without).norm() > 1e-3 * without.norm()
-    for _ in range(2):
-        assert_same(image(pipe), full)
-    for model in (plain, pipe):
-        model.set_adapters(["style"], [0.3])
-    for _ in range(2):
-        assert_same(image(pipe), image(plain))
-    for model in (plain, pipe):  # swapped for another in its place
-        with torch.no_grad():
-            for name, parameter in model.unet.named_parameters():
-                if "lora_" in name:
-                    parameter.mul_(-2)
+    weak = both(lambda model: model.set_adapters(["style"], [0.3]))
+    assert (full - weak).norm() > 1e-3 * full.norm()
     with totals.expect(compiles=0):
-        assert_same(image(pipe), image(plain))
-    for model in (plain, pipe):
-        model.fuse_lora()
-    for _ in range(2):
-        assert_same(image(pipe), image(plain))
-    for model in (plain, pipe):
-        model.unfuse_lora()
-        model.unet.disable_adapters()
-    for _ in range(2):
-        assert_same(image(pipe), without)
-    for model in (plain, pipe):
-        model.unload_lora_weights()
+        assert_same(both(lambda model: model.set_adapters(["style"], [1.0])), full)
+        swapped = both(lambda model: model.load_lora_weights(second, adapter_name="style", hotswap=True))
+    assert (full - swapped).norm() > 1e-3 * full.norm()
+    assert_same(both(lambda model: model.fuse_lora()), swapped)
+    both(lambda model: model.unfuse_lora())
+    assert_same(both(lambda model: model.disable_lora()), without)
     with totals.expect(compiles=0):
-        assert_same(image(pipe), without)
+        assert_same(both(lambda model: model.unload_lora_weights()), without)
     assert reasons(pipe) == set()
 
 
@@ -615,6 +640,43 @@ def test_a_controlnet_is_compiled_and_its_residuals_arrive(graphs):
         assert reasons(pipe) == set()
         names = {"controlnet"} if number == 1 else {"controlnet.0", "controlnet.1"}
         assert names <= set(summaries(pipe))
+
+
+def ip_adapter(unet, seed: int = 4) -> dict:
+    """The weights of an IP-Adapter for a UNet, as its files have them."""
+    torch.manual_seed(seed)
+    width, image_width = unet.config.cross_attention_dim, 24
+    crossing = [module for name, module in unet.named_modules() if name.endswith("attn2")]
+    return {
+        "image_proj": {
+            "proj.weight": torch.randn(4 * width, image_width),
+            "proj.bias": torch.zeros(4 * width),
+            "norm.weight": torch.ones(width),
+            "norm.bias": torch.zeros(width),
+        },
+        "ip_adapter": {
+            f"{2 * number + 1}.{name}.weight": torch.randn(attention.inner_dim, width)
+            for number, attention in enumerate(crossing)
+            for name in ("to_k_ip", "to_v_ip")
+        },
+    }
+
+
+def test_the_embeddings_of_an_ip_adapter_arrive_and_its_scale_is_followed(graphs):
+    plain, pipe = pipelines.sd15(), eagerly_compiled(pipelines.sd15(), ignores=("vae",))
+    without = image(pipe)
+    for model in (plain, pipe):
+        model.unet._load_ip_adapter_weights([ip_adapter(model.unet)])
+    embeds = {"ip_adapter_image_embeds": [torch.randn(2, 1, 24, generator=torch.Generator().manual_seed(0))]}
+    assert (image(plain, **embeds) - without).norm() > 1e-3 * without.norm()
+    for scale in (1.0, 0.3):
+        for model in (plain, pipe):
+            model.set_ip_adapter_scale(scale)
+        for _ in range(2):
+            assert_same(image(pipe, **embeds), image(plain, **embeds))
+    with totals.expect(compiles=0):
+        assert_same(image(pipe, 64, 96, **embeds), image(plain, 64, 96, **embeds))
+    assert reasons(pipe) == set()
 
 
 def test_freeu_callbacks_tiling_and_slicing_work_as_before(graphs):
