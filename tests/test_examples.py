@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("diffusers")
+pytest.importorskip("accelerate", reason="the examples need diffusers, which comes with it in the test extra")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 

@@ -169,11 +169,10 @@ def compile_module(module: nn.Module, *, backend: str = "auto", options: Options
 
 def restore_pipe(pipe: Any) -> Any:
     """Take out what `compile_pipe` or `load_pipe` put into a pipeline. What another pipeline shares stays compiled."""
-    for _, network in _parts(pipe, (), Options(text_encoders=True)):
-        if part := _part_of(network):
-            part.owners.discard(pipe)
-            if not part.owners:
-                part.uninstall(network)
+    for _, network, part in _compiled_parts(pipe):
+        part.owners -= {pipe, network}
+        if not part.owners:
+            part.uninstall(network)
     return pipe
 
 
@@ -191,13 +190,9 @@ def save_pipe(
     ValueError if there is nothing to save; no folder is made then.
     """
     ignores = tuple(ignores)
-    if not any(_part_of(network) for _, network in _parts(pipe, ignores, Options(text_encoders=True))):
+    if not any(_compiled_parts(pipe, ignores)):
         compile_pipe(pipe, ignores=ignores)
-    graphs = {
-        name: part.all_graphs(network)
-        for name, network in _parts(pipe, ignores, Options(text_encoders=True))
-        if (part := _part_of(network))
-    }
+    graphs = {name: part.all_graphs(network) for name, network, part in _compiled_parts(pipe, ignores)}
     graphs = {name: found for name, found in graphs.items() if found}
     if not graphs:
         raise ValueError(f"nothing of this {type(pipe).__name__} could be compiled, so there is nothing to save")
@@ -251,8 +246,7 @@ def warmup(pipe: Any, sizes: Iterable[tuple[int, int]], **arguments: Any) -> Non
 
 def summaries(pipe: Any) -> dict[str, Summary]:
     """Return how things stand, for each compiled part of a pipeline."""
-    parts = _parts(pipe, (), Options(text_encoders=True))
-    return {name: part.compiled.summary() for name, network in parts if (part := _part_of(network))}
+    return {name: part.compiled.summary() for name, _, part in _compiled_parts(pipe)}
 
 
 class Part:
@@ -288,7 +282,7 @@ class Part:
     def all_graphs(self, network: nn.Module) -> list[CompiledGraph]:
         """Return the graphs in use, after compiling what the network's pipelines are known to ask for."""
         graphs = _prepared(self._name, self.compiled, network)
-        if self._force_upcast:
+        if self._force_upcast and any(p.dtype == torch.float16 for p in network.parameters()):
             twin = skeleton(network, HOST, _in_float32)
             graphs += _prepared(f"{self._name} in float32", self.compiled.like(twin, find_regions(twin)), twin)
         return list({graph.key: graph for graph in graphs}.values())
@@ -306,9 +300,8 @@ def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
 def _prepared(name: str, compiled: CompiledModel, network: nn.Module) -> list[CompiledGraph]:
     call = diffusers_calls.first_call(network)
     if call is None:
-        log.warning(
-            "%s is a %s, which is compiled when it first runs; run it before saving.", name, type(network).__name__
-        )
+        cls = type(network).__name__
+        log.warning("%s is a %s, which is compiled when it first runs; run it before saving.", name, cls)
     else:
         try:
             compiled.prepare(call, _log_progress)
@@ -337,6 +330,12 @@ def _parts(pipe: Any, ignores: Iterable[str], options: Options) -> Iterator[tupl
         for name, network in _networks(component, module):
             if not any(name == ignored or name.startswith(f"{ignored}.") for ignored in ignores):
                 yield name, network
+
+
+def _compiled_parts(pipe: Any, ignores: Iterable[str] = ()) -> Iterator[tuple[str, nn.Module, Part]]:
+    for name, network in _parts(pipe, ignores, Options(text_encoders=True)):
+        if part := _part_of(network):
+            yield name, network, part
 
 
 def _networks(component: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
-collect_ignore = [] if find_spec("diffusers") else ["test_diffusers.py"]
+# A package: in the root of this repository there is a module of that name.
+_diffusers = find_spec("diffusers")
+collect_ignore = [] if _diffusers and _diffusers.submodule_search_locations else ["test_diffusers.py"]
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 os.environ.update(OTEL_SDK_DISABLED="true", HF_HUB_OFFLINE="1")

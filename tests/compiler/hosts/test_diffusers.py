@@ -106,10 +106,8 @@ def eagerly_compiled(pipe, **options):
 
 def reasons(pipe) -> set[str]:
     found = {reason for summary in summaries(pipe).values() for reason in summary.reasons}
-    parts = host._parts(pipe, (), Options(text_encoders=True))
-    for _, network in parts:
-        if part := host._part_of(network):
-            found |= set(part.compiled.counters.eager_calls)
+    for _, _, part in host._compiled_parts(pipe):
+        found |= set(part.compiled.counters.eager_calls)
     return found
 
 
@@ -216,6 +214,7 @@ def test_single_modules_are_compiled_as_in_the_multi_resolution_example(graphs):
         assert_same(image(pipe, *size), theirs)
     assert reasons(pipe) == set()
     assert set(summaries(pipe)) == {"unet", "vae.decoder"}
+    assert is_plain(restore_pipe(pipe))
 
 
 def test_a_pipeline_that_is_dropped_is_freed(graphs):
