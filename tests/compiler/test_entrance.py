@@ -1,0 +1,107 @@
+"""The method by which a host enters a network."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from compiled_graphs.compiler.dispatch import _everything
+from compiled_graphs.compiler.entrance import OVERFLOWED, CodingEntrance, Entrance
+from torch import nn
+
+
+class Halves(nn.Module):
+    def forward(self, x, scale=0.5):
+        return x * scale
+
+
+class Overflowing(nn.Module):
+    """Gives infinity unless its regions run eagerly, and draws a random number each time."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.always = always
+
+    def forward(self, x):
+        drawn = torch.rand(1)
+        eager = getattr(_everything, "eager", None) == OVERFLOWED
+        return x + drawn if eager and not self.always else x * float("inf")
+
+
+def enter(network, kind=Entrance, inner=None):
+    entrance = kind(network, "forward", inner)
+    network.forward = entrance
+    return entrance
+
+
+def test_the_running_call_is_known_inside_and_forgotten_outside():
+    network = Halves()
+    entrance = enter(network, inner=lambda x, scale=0.5: entrance.running_call())
+    x = torch.ones(1)
+    assert network(x, scale=2.0) == ((x,), {"scale": 2.0})
+    assert entrance.running_call() is None
+
+
+def test_a_call_that_fails_is_forgotten():
+    network = Halves()
+    entrance = enter(network)
+    with pytest.raises(TypeError):
+        network(torch.ones(1), nonsense=1)
+    assert entrance.running_call() is None
+
+
+def test_threads_have_calls_of_their_own():
+    network = Halves()
+    seen = []
+
+    def look(x):
+        thread = threading.Thread(target=lambda: seen.append(entrance.running_call()))
+        thread.start()
+        thread.join()
+        return x
+
+    entrance = enter(network, inner=look)
+    network(torch.ones(1))
+    assert seen == [None]
+
+
+def test_what_somebody_put_in_the_methods_place_still_runs():
+    network = Halves()
+    enter(network, inner=lambda x: x + 1)
+    assert network(torch.ones(1)) == 2
+
+
+def test_the_entrance_does_not_keep_the_network():
+    network = Halves()
+    entrance = enter(network)
+    assert entrance.network() is network
+    del network.forward, network
+    assert entrance.network() is None
+
+
+def test_a_deep_copy_enters_its_own_network():
+    network = Halves()
+    enter(network)
+    twin = copy.deepcopy(network)
+    assert twin.forward.__self__ is twin
+
+
+def test_an_image_that_overflows_only_compiled_is_made_again_with_the_same_random_numbers():
+    network = Overflowing()
+    told = []
+    enter(network, CodingEntrance).on_broken = told.append
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(network(torch.zeros(1)), drawn)
+    assert told == [f"eager: {OVERFLOWED}"]
+
+
+def test_an_image_that_overflows_either_way_is_not_blamed_on_the_graphs():
+    network = Overflowing(always=True)
+    told = []
+    enter(network, CodingEntrance).on_broken = told.append
+    assert not torch.isfinite(network(torch.ones(1))).any()
+    assert told == []
