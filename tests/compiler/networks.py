@@ -171,6 +171,14 @@ def transformer(depth=2, **settings):
     return Stack(TransformerBlock, depth, **settings)
 
 
+def host_map_attention(q, k, v):
+    """Attention between the pixels of feature maps, with VAEs' calling convention; views maps as they lie."""
+    batch, channels = q.shape[:2]
+    q, k, v = (t.view(batch, 1, channels, -1).transpose(2, 3) for t in (q, k, v))
+    output = nn.functional.scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous())
+    return output.transpose(2, 3).reshape(batch, channels, *[int(output.shape[2] ** 0.5)] * 2)
+
+
 def host_attention(
     q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **options
 ):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.attention import opaque_attention, register_operator
-from networks import Stack, compile_network, export, host_attention
+from compiled_graphs.compiler.attention import opaque_attention, opaque_map_attention, register_operator
+from networks import Stack, compile_network, export, host_attention, host_map_attention
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,6 +50,31 @@ def test_the_operator_foretells_the_shape_it_returns(layout):
         fakes = [mode.from_tensor(t) for t in (q, k, v)]
         foretold = opaque_attention(host_attention, *fakes, HEADS, **options(*layout))
     assert (foretold.shape, foretold.stride(), foretold.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def feature_map(layout):
+    square = torch.randn(2, 8, 6, 6)
+    if layout == "rows":  # neither layout that a host can view
+        return torch.randn(2, 6, 8, 6).transpose(1, 2)
+    return square.contiguous(memory_format=getattr(torch, layout))
+
+
+@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last", "rows"])
+def test_attention_over_maps_keeps_their_layout_and_foretells_it(layout):
+    q, k, v = (feature_map(layout) for _ in range(3))
+    attend = opaque_map_attention(host_map_attention)
+    ours = attend(q, k, v)
+    torch.testing.assert_close(ours, host_map_attention(*(t.contiguous() for t in (q, k, v))))
+    with FakeTensorMode() as mode:
+        foretold = attend(*[mode.from_tensor(t) for t in (q, k, v)])
+    assert (foretold.shape, foretold.stride(), foretold.dtype) == (ours.shape, ours.stride(), ours.dtype)
+
+
+def test_an_attention_function_that_cannot_be_found_again_is_left_as_it_is():
+    def local(q, k, v):
+        return q
+
+    assert opaque_map_attention(local) is local
 
 
 def test_queries_may_have_their_heads_in_a_dimension_of_their_own():
