@@ -74,7 +74,8 @@ class RegionKind:
     literals: frozenset[str]
     context_places: Mapping[int, str]
     """Positions of context arguments, and their names."""
-    device_type: str
+    device: torch.device
+    """Where the model runs."""
     graphs: dict[str, list[GraphEntry]] = field(default_factory=dict)
     """By structure text. More than one if sizes once fixed turned out not to be."""
     refusals: dict[str, str] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class RegionKind:
             fingerprint,
             region_code(module, host).literals,
             places,
-            device.type,
+            device,
             closed=_unusual_weight(module),
         )
 
@@ -137,7 +138,7 @@ class RegionForward:
         self._verify = verify
         self._on_retired = on_retired
         self._modules = ModuleGuard(module, host)
-        self._weights = WeightGuard(module, host)
+        self._weights = WeightGuard(module, host, kind.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
         """A copy of the module has weights of its own, and is eager until somebody compiles it."""
@@ -150,8 +151,8 @@ class RegionForward:
             return self._kind.cls.forward(module, *args, **kwargs)
         self._counters.add("calls")
         try:
-            self._check_call(args, kwargs)
             self._follow(module)
+            self._check_call(args, kwargs)
             plan, tensors = self._plan(args, kwargs)
             spec = plan.entry.graph.spec
             weights = self._weights.weights(spec)
@@ -225,7 +226,7 @@ class RegionForward:
             raise Unsupported(reason)
         if torch.is_grad_enabled():
             raise Unsupported("gradients are on")
-        if torch.is_autocast_enabled(self._kind.device_type):
+        if torch.is_autocast_enabled(self._kind.device.type):
             raise Unsupported("autocast is on")
         context = {name: args[i] for i, name in self._kind.context_places.items() if i < len(args)}
         context |= {name: kwargs[name] for name in self._host.context_arguments if name in kwargs}
@@ -238,9 +239,10 @@ class RegionForward:
             self._modules.check()
             self._weights.check()
         except Changed:
-            self._modules, self._weights = ModuleGuard(module, self._host), WeightGuard(module, self._host)
+            self._modules = ModuleGuard(module, self._host)
             self._modules.check()
             self._kind = self._describe()
+            self._weights = WeightGuard(module, self._host, self._kind.device)
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         spec = plan.entry.graph.spec

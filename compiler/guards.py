@@ -91,17 +91,23 @@ def _snapshot(value: Any, depth: int = 3) -> Any:
 class WeightGuard:
     """A region's weights as they are now, and whether a graph can take them."""
 
-    def __init__(self, region: nn.Module, host: Host) -> None:
+    def __init__(self, region: nn.Module, host: Host, device: torch.device) -> None:
+        """`device` is where the region runs; its weights may be on their way there."""
         self._slots = [slot for _, slot in tensor_slots(region)]
-        self._described = self._kinds(host)
-        self._host = host
+        self._shapes = [(weight.dtype, weight.shape) for weight in self._current()]
+        self._device = device if host.weights_say_device else None
         self._spec: GraphSpec | None = None
         self._references: list[weakref.ref] = []
         self._pointers: list[int] = []
 
     def check(self) -> None:
-        """Raise Changed if the weights have other shapes or dtypes than before."""
-        if not self._are_the_same(self._current()) and self._kinds(self._host) != self._described:
+        """Raise Changed if the weights have other shapes or dtypes than before, or say that the model has moved."""
+        weights = self._current()
+        if self._are_the_same(weights):
+            return
+        if [weight is not None and (weight.dtype, weight.shape) for weight in weights] != self._shapes:
+            raise Changed
+        if self._device is not None and any(weight.device != self._device for weight in weights):
             raise Changed
 
     def weights(self, spec: GraphSpec) -> list[torch.Tensor]:
@@ -126,10 +132,6 @@ class WeightGuard:
             return False
         # Host code moves weights by swapping what a Parameter points to.
         return [weight is not None and weight.data_ptr() for weight in weights] == self._pointers
-
-    def _kinds(self, host: Host) -> list[tuple | None]:
-        where = (lambda weight: weight.device) if host.weights_say_device else (lambda weight: None)
-        return [None if w is None else (w.dtype, w.shape, where(w)) for w in self._current()]
 
     def _names(self) -> Iterator[str]:
         return (name for _, name in self._slots)

@@ -250,7 +250,7 @@ class CompiledModel:
             self._describe(Region(path, self._model().get_submodule(path)))
 
     def _closed(self, region: Region, reason: str) -> RegionKind:
-        return RegionKind(type(region.module), region.path, frozenset(), {}, self._device.type, closed=reason)
+        return RegionKind(type(region.module), region.path, frozenset(), {}, self._device, closed=reason)
 
     def _describe_again(self, path: str) -> RegionKind:
         """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""

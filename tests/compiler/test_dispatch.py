@@ -10,7 +10,8 @@ import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.dispatch import MAX_STRUCTURES
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.model import MAX_STATES
+from compiled_graphs.compiler.model import MAX_STATES, CompiledModel
+from compiled_graphs.compiler.region import find_regions
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -304,6 +305,22 @@ def test_a_block_that_goes_back_to_what_it_was_needs_no_other_graph(registry):
             reference.to(dtype)
             same(network(x.to(dtype)), reference(x.to(dtype)))
     assert not reasons(compiled)
+
+
+def test_a_model_that_moves_gets_graphs_for_where_it_is(registry):
+    network = transformer()
+    reference = copy.deepcopy(network)
+    compiled = CompiledModel(
+        network, find_regions(network), torch.device("meta"), EagerBackend(), registry, Host(), lambda: call
+    )
+    for path, forward in compiled.forwards().items():
+        network.get_submodule(path).forward = forward
+    x = tokens()
+    with compiled.counters.expect(compiles=1, calls=4):
+        for _ in range(2):
+            same(network(x), reference(x))
+    assert not reasons(compiled)
+    assert compiled.device == torch.device("cpu")
 
 
 def test_a_setting_that_the_host_watches_is_followed(registry):
