@@ -542,17 +542,16 @@ def test_a_folder_from_another_machine_is_the_list_of_what_is_compiled(graphs, r
 # What people do to a pipeline in use.
 
 
-def lora_file(folder: Path, seed: int) -> Path:
-    """A LoRA as people have them."""
+def lora_file(folder: Path, seed: int) -> dict:
+    """A LoRA as people have them: what to load it by."""
     from peft import LoraConfig, get_peft_model_state_dict
 
     pipe = pipelines.sd15()
     torch.manual_seed(seed)
     pipe.unet.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False))
-    pipe.save_lora_weights(
-        folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet), weight_name=f"{seed}.safetensors"
-    )
-    return folder / f"{seed}.safetensors"
+    layers, name = get_peft_model_state_dict(pipe.unet), f"{seed}.safetensors"
+    pipe.save_lora_weights(folder, unet_lora_layers=layers, weight_name=name)
+    return {"pretrained_model_name_or_path_or_dict": folder, "weight_name": name, "adapter_name": "style"}
 
 
 def test_a_lora_is_followed_through_its_life(graphs, tmp_path):
@@ -570,13 +569,13 @@ def test_a_lora_is_followed_through_its_life(graphs, tmp_path):
         return expected
 
     both(lambda model: None)
-    full = both(lambda model: model.load_lora_weights(first, adapter_name="style"))
+    full = both(lambda model: model.load_lora_weights(**first))
     assert (full - without).norm() > 1e-3 * without.norm()
     weak = both(lambda model: model.set_adapters(["style"], [0.3]))
     assert (full - weak).norm() > 1e-3 * full.norm()
     with totals.expect(compiles=0):
         assert_same(both(lambda model: model.set_adapters(["style"], [1.0])), full)
-        swapped = both(lambda model: model.load_lora_weights(second, adapter_name="style", hotswap=True))
+        swapped = both(lambda model: model.load_lora_weights(**second, hotswap=True))
     assert (full - swapped).norm() > 1e-3 * full.norm()
     assert_same(both(lambda model: model.fuse_lora()), swapped)
     both(lambda model: model.unfuse_lora())
