@@ -142,8 +142,8 @@ class RegionForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
         """A copy of the module has weights of its own, and is eager until somebody compiles it."""
-        twin = memo[id(self._module())]
-        return MethodType(type(twin).forward, twin)
+        twin = memo.get(id(self._module()))
+        return self if twin is None else MethodType(type(twin).forward, twin)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -239,9 +239,9 @@ class RegionForward:
             self._modules.check()
             self._weights.check()
         except Changed:
-            self._modules = ModuleGuard(module, self._host)
-            self._modules.check()
-            self._kind = self._describe()
+            modules = ModuleGuard(module, self._host)
+            modules.check()  # before anything is replaced: a change that cannot be followed yet must be seen again
+            self._kind, self._modules = self._describe(), modules
             self._weights = WeightGuard(module, self._host, self._kind.device)
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:

@@ -48,8 +48,8 @@ class Entrance:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
         """A copy of the network is nobody's yet."""
-        twin = memo[id(self._network())]
-        return MethodType(getattr(type(twin), self.method), twin)
+        twin = memo.get(id(self._network()))
+        return self if twin is None else MethodType(getattr(type(twin), self.method), twin)
 
     def network(self) -> nn.Module | None:
         """Return the network, or None if it is gone."""

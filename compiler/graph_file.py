@@ -112,6 +112,14 @@ def read_graphs(data: bytes, trust: Trust) -> list[StoredGraph]:
     return _side_by_side(lambda entry: _open(entry, blobs), entries)
 
 
+def read_or_list(data: bytes, trust: Trust) -> tuple[list[StoredGraph], list[Entry]]:
+    """Return the graphs of a file, or if this machine may not run them, what they are. Raises GraphFileError."""
+    try:
+        return read_graphs(data, trust), []
+    except UntrustedFile:
+        return [], read_manifest(data)
+
+
 def _side_by_side(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     """Hashing and compression let other threads run; one after another, SDXL's graphs take 4 s to write."""
     with ThreadPoolExecutor() as pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from .host import Host
 from .probe import ModelCall, wanted_variants
 from .region import Region
 from .registry import Registry
-from .signature import Structure
+from .signature import Structure, Unsupported
 from .trace import Variant
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ class CompiledModel:
         self._loaded: set[str] = set()
         self._compiled: list[str] = []
         self._pending: list[StoredGraph] = []
-        self._states: Counter[str] = Counter()
+        self._states: dict[str, set[str]] = defaultdict(set)
+        """By path: what a region has been."""
         for region in regions:
             self._describe(region)
 
@@ -218,7 +219,8 @@ class CompiledModel:
 
     def summary(self) -> Summary:
         """Return how things stand now."""
-        standings = [_standing(kind) for kind in self._kinds.values()]
+        current = dict.fromkeys(self._fingerprints.values())
+        standings = [_standing(self._kinds[fingerprint]) for fingerprint in current]
         return Summary(
             regions=len(standings),
             compiled=sum(standing.graphs > 0 for standing in standings),
@@ -231,7 +233,7 @@ class CompiledModel:
             compiles=self.counters.compiles,
             seconds=self.counters.seconds,
             reasons=tuple(dict.fromkeys(reason for standing in standings for reason in standing.reasons)),
-            loaded=len(self._loaded),
+            loaded=len(self._loaded & current.keys()),
             compiled_here=tuple(self._compiled),
         )
 
@@ -239,11 +241,20 @@ class CompiledModel:
         """Return the kind that a region is now, and remember that it is."""
         try:
             identity = fingerprint(region.module, self._host)
+            self._limit_states(region.path, identity)
             kind = self._kinds.get(identity) or RegionKind.of(region.module, identity, self._host, self._device)
+        except Unsupported as reason:
+            kind = self._closed(region, str(reason))
         except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
             kind = self._closed(region, f"a block that cannot be described ({_one_line(error)})")
         self._fingerprints[region.path] = kind.fingerprint
         return self._kinds.setdefault(kind.fingerprint, kind)
+
+    def _limit_states(self, path: str, identity: str) -> None:
+        states = self._states[path]
+        if identity not in states and len(states) > MAX_STATES:
+            raise Unsupported(f"a block that keeps changing (more than {MAX_STATES} times)")
+        states.add(identity)
 
     def _describe_all(self) -> None:
         for path in self._fingerprints:
@@ -254,17 +265,12 @@ class CompiledModel:
 
     def _describe_again(self, path: str) -> RegionKind:
         """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
-        model = self._model()
-        region = Region(path, model.get_submodule(path))
+        region = Region(path, self._model().get_submodule(path))
         if self._host.weights_say_device:
-            self._go_to(next(tensor.device for tensor in chain(region.module.parameters(), region.module.buffers())))
-        if self._states[path] == MAX_STATES:
-            return self._closed(region, f"a block that keeps changing (more than {MAX_STATES} times)")
-        known = len(self._kinds)
+            tensors = chain(region.module.parameters(), region.module.buffers())
+            self._go_to(next((tensor.device for tensor in tensors), self._device))
         kind = self._describe(region)
-        if len(self._kinds) > known:
-            self._states[path] += 1
-            self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
+        self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
         return kind
 
     def _go_to(self, device: torch.device) -> None:

@@ -17,9 +17,8 @@ from ..compiler.graph_file import (
     Entry,
     GraphFileError,
     StoredGraph,
-    UntrustedFile,
     read_graphs,
-    read_manifest,
+    read_or_list,
     write_graphs,
 )
 from ..compiler.trust import Trust
@@ -207,11 +206,8 @@ def _read(name: str) -> tuple[list[StoredGraph], list[Entry], str]:
     if path is None:
         return [], [], f"{name} is not in models/{FOLDER}; compiled instead (Save Graph makes the file)."
     try:
-        data = path.read_bytes()
-        return read_graphs(data, Trust()), [], ""
-    except UntrustedFile:
-        listed = read_manifest(data)
-        told = f"{name} was not made on this machine, so its {len(listed)} graphs are compiled here instead."
-        return [], listed, told
+        graphs, listed = read_or_list(path.read_bytes(), Trust())
     except (OSError, GraphFileError) as error:
         return [], [], f"{name} cannot be used; compiled instead: {error}."
+    told = f"{name} was not made on this machine, so its {len(listed)} graphs are compiled here instead."
+    return graphs, listed, told if listed else ""

@@ -26,7 +26,7 @@ from ..backends import choose_backend
 from ..entrance import CodingEntrance, Entrance
 from ..files import write_whole
 from ..graph import CompiledGraph, GraphIdentity
-from ..graph_file import SUFFIX, GraphFileError, StoredGraph, UntrustedFile, read_graphs, read_manifest, write_graphs
+from ..graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
 from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall
@@ -437,17 +437,16 @@ def _read(folder: Path) -> tuple[list[StoredGraph], list[GraphIdentity], str]:
     stored: list[StoredGraph] = []
     listed: list[GraphIdentity] = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        data = path.read_bytes()
         try:
-            stored += read_graphs(data, Trust())
-        except UntrustedFile:
-            found = read_manifest(data)
-            log.warning(
-                "%s was not made on this machine, so its %d graphs are compiled here instead.", path, len(found)
-            )
-            listed += found
+            graphs, found = read_or_list(path.read_bytes(), Trust())
         except GraphFileError as error:
             log.warning("%s cannot be used; compiled instead: %s.", path, error)
+            continue
+        if found:
+            text = "%s was not made on this machine, so its %d graphs are compiled here instead."
+            log.warning(text, path, len(found))
+        stored += graphs
+        listed += found
     if not stored and not listed:
         raise GraphFileError(f"{folder} holds no graph file that can be used; save_pipe writes them")
     return stored, listed, [*stored, *listed][0].backend

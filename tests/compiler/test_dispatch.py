@@ -345,6 +345,31 @@ def test_a_setting_that_the_host_watches_is_followed(registry):
     assert not reasons(compiled)
 
 
+def test_a_change_that_comes_with_a_replaced_forward_is_not_forgotten_when_that_goes(registry):
+    network = transformer()
+    reference, compiled = pair(network, registry, current_call=lambda: call)
+    x = tokens()
+    for model in (network, reference):
+        model.blocks[0].mlp.append(nn.LeakyReLU(0.5))
+    inside = network.blocks[0].mlp[0]
+    inside.forward = lambda x: type(inside).forward(inside, x)
+    network(x)
+    del inside.forward
+    for _ in range(2):
+        same(network(x), reference(x))
+    assert reasons(compiled) == ["a replaced forward inside the region"]
+
+
+def test_only_what_regions_are_now_is_told(registry):
+    network = transformer()
+    _, compiled = pair(network, registry, current_call=lambda: call)
+    for block in network.blocks:
+        block.mlp.append(nn.LeakyReLU(0.5))
+    network(tokens())
+    assert (compiled.summary().regions, compiled.summary().compiled) == (1, 1)
+    assert len(compiled.graphs()) == 2
+
+
 def test_a_block_that_keeps_changing_is_not_compiled_again_and_again(registry):
     network = transformer()
     _, compiled = pair(network, registry, current_call=lambda: call)
@@ -353,6 +378,22 @@ def test_a_block_that_keeps_changing_is_not_compiled_again_and_again(registry):
         network(tokens())
     assert compiled.counters.compiles == 1 + MAX_STATES
     assert reasons(compiled) == [f"a block that keeps changing (more than {MAX_STATES} times)"]
+    compiled.counters.eager_calls.clear()
+    for _ in range(MAX_STATES + 2):  # back to what has its graph
+        del network.blocks[0].mlp[-1]
+    network(tokens())
+    assert not reasons(compiled)
+
+
+def test_blocks_of_many_kinds_that_change_together_have_one_limit(registry):
+    network = transformer()
+    network.blocks[1].mlp.append(nn.Tanh())
+    _, compiled = pair(network, registry, current_call=lambda: call)
+    for number in range(MAX_STATES + 4):
+        for block in network.blocks:
+            block.mlp.append(nn.LeakyReLU(number / 100))
+        network(tokens())
+    assert compiled.counters.compiles == 2 + 2 * MAX_STATES
 
 
 def test_a_deep_copy_of_a_module_runs_eagerly_on_its_own_weights(registry):

@@ -525,6 +525,15 @@ def test_a_damaged_file_is_named_and_compiled_again(damage, graphs, restart, tmp
     assert_same(image(fresh), expected)
 
 
+def test_a_file_from_another_machine_with_a_damaged_list_is_named(graphs, tmp_path, monkeypatch, caplog):
+    saved = save_pipe(eagerly_compiled(pipelines.sd15(), ignores=("unet",)), tmp_path)
+    first = saved[0].path
+    first.write_bytes(first.read_bytes().replace(b"fingerprint", b"fingerprinx"))
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "other machine"))
+    load_pipe(pipelines.sd15(), tmp_path)
+    assert any("manifest is damaged" in message for message in caplog.messages)
+
+
 def test_a_folder_from_another_machine_is_the_list_of_what_is_compiled(graphs, restart, tmp_path, monkeypatch):
     pipe = pipelines.sd15()
     expected = image(pipe)
