@@ -40,6 +40,7 @@ from . import comfy_calls
 log = logging.getLogger(__name__)
 
 _OVERRIDE = "optimized_attention_override"
+_OURS = frozenset({"dispatch.RegionForward", "entrance.Entrance", "entrance.CodingEntrance"})
 
 # What blocks look up only to hand it to patches, or to say where they are.
 _BOOKKEEPING = frozenset(
@@ -357,12 +358,13 @@ def _clone(patcher: Any) -> Any:
 
 def _is_ours(forward: Any) -> bool:
     """By name, for there may be two copies of this extension."""
-    return type(forward).__name__ in ("RegionForward", "Entrance", "CodingEntrance")
+    cls = type(forward)
+    return f"{cls.__module__.rpartition('.compiler.')[2]}.{cls.__qualname__}" in _OURS
 
 
 def _free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
     """Return the regions whose `forward` nobody else replaces, and how many somebody does."""
-    regions = [region for region in find_regions(network) if _is_reached(region, methods)]
+    regions = [region for region in find_regions(network) if region.path and _is_reached(region, methods)]
     free = [r for r in regions if _foreign_forward(clone, r.module, f"{prefix}{r.path}.forward", "forward") is None]
     return free, len(regions) - len(free)
 

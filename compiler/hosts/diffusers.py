@@ -189,17 +189,17 @@ def save_pipe(
     runs used are saved too. Other files of the folder stay. Raises FileExistsError without `overwrite`, and
     ValueError if there is nothing to save; no folder is made then.
     """
-    ignores = tuple(ignores)
+    ignores, folder = tuple(ignores), Path(dir)
     if not any(_compiled_parts(pipe, ignores)):
         compile_pipe(pipe, ignores=ignores)
-    graphs = {name: part.all_graphs(network) for name, network, part in _compiled_parts(pipe, ignores)}
+    parts = {name: (network, part) for name, network, part in _compiled_parts(pipe, ignores)}
+    paths = {name: folder / f"{name}{SUFFIX}" for name in parts}
+    if not overwrite and (taken := next((path for path in paths.values() if path.exists()), None)):
+        raise FileExistsError(f"{taken} is there already: choose another folder, or pass overwrite=True")
+    graphs = {name: part.all_graphs(network) for name, (network, part) in parts.items()}
     graphs = {name: found for name, found in graphs.items() if found}
     if not graphs:
         raise ValueError(f"nothing of this {type(pipe).__name__} could be compiled, so there is nothing to save")
-    folder = Path(dir)
-    paths = {name: folder / f"{name}{SUFFIX}" for name in graphs}
-    if not overwrite and (taken := next((path for path in paths.values() if path.exists()), None)):
-        raise FileExistsError(f"{taken} is there already: choose another folder, or pass overwrite=True")
     folder.mkdir(parents=True, exist_ok=True)
     return [_write(name, paths[name], found) for name, found in graphs.items()]
 

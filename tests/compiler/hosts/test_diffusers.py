@@ -473,8 +473,10 @@ def test_not_overwriting_is_said_and_changes_nothing(graphs, tmp_path):
     pipe = eagerly_compiled(pipelines.sd15(), ignores=("unet",))
     (first, _) = save_pipe(pipe, tmp_path)
     before = first.path.read_bytes()
-    with pytest.raises(FileExistsError, match="choose another folder, or pass overwrite=True"):
-        save_pipe(pipe, tmp_path, overwrite=False)
+    fresh = eagerly_compiled(pipelines.sd15(1), ignores=("unet",))
+    refused = pytest.raises(FileExistsError, match="choose another folder, or pass overwrite=True")
+    with totals.expect(compiles=0, from_memory=0), refused:  # it looks before it compiles
+        save_pipe(fresh, tmp_path, overwrite=False)
     assert first.path.read_bytes() == before
 
 
@@ -748,6 +750,102 @@ def test_many_random_sizes_compile_nothing_and_keep_no_memory(graphs):
         for height, width in sizes[5:].tolist():
             image(pipe, height, width, steps=1)
     assert held() <= before + 5
+
+
+# On a GPU.
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+HALF = 2e-2
+"""Relative error of an image in half precision."""
+
+
+@pytest.fixture(scope="module")
+def saved_on_gpu(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    with pytest.MonkeyPatch.context() as patch:
+        fresh = Registry()
+        patch.setattr(host, "registry", lambda: fresh)
+        patch.setenv("COMPILED_GRAPHS_TRUST", str(folder / "trust"))
+        save_pipe(compile_pipe(pipelines.sdxl().to("cuda", torch.float16)), folder)
+    return folder
+
+
+@pytest.fixture
+def folder_for_gpu(saved_on_gpu, restart, monkeypatch) -> Path:
+    """Graphs of the half-precision SDXL pipeline, and a process that has none."""
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(saved_on_gpu / "trust"))
+    restart()
+    return saved_on_gpu
+
+
+@on_gpu
+def test_a_pipeline_loaded_on_the_cpu_runs_its_graphs_on_the_gpu(folder_for_gpu):
+    expected = image(pipelines.sdxl().to("cuda", torch.float16))
+    fresh = pipelines.sdxl()
+    load_pipe(fresh, folder_for_gpu)
+    fresh.to("cuda", torch.float16)
+    with totals.expect(compiles=0, retired=0):
+        for _ in range(2):
+            assert_same(image(fresh), expected, HALF)
+    assert totals.from_file > 0
+    assert reasons(fresh) == set()
+
+
+@on_gpu
+@pytest.mark.parametrize("order", ["offloaded first", "loaded first"])
+def test_a_pipeline_that_diffusers_offloads_runs_its_graphs_on_the_gpu(order, folder_for_gpu):
+    expected = image(pipelines.sdxl().to("cuda", torch.float16))
+    fresh = pipelines.sdxl().to(torch.float16)
+    if order == "offloaded first":
+        fresh.enable_model_cpu_offload()
+    load_pipe(fresh, folder_for_gpu)
+    if order == "loaded first":
+        fresh.enable_model_cpu_offload()
+    with totals.expect(compiles=0, retired=0):
+        for _ in range(3):
+            assert_same(image(fresh), expected, HALF)
+    assert reasons(fresh) == set()
+    assert not any(weight.is_cuda for weight in fresh.unet.parameters())
+
+
+@on_gpu
+def test_dtypes_are_followed_there_and_back_on_the_gpu(folder_for_gpu):
+    places = [("cuda", torch.float16), ("cuda", torch.float32), ("cuda", torch.bfloat16), ("cuda", torch.float16)]
+    expected = [image(pipelines.sdxl().to(*place)) for place in places]
+    pipe = pipelines.sdxl()
+    load_pipe(pipe, folder_for_gpu)
+    for place, theirs in zip(places, expected, strict=True):
+        pipe.to(*place)
+        for _ in range(2):
+            assert_same(image(pipe), theirs, 5e-2)
+    with totals.expect(compiles=0, retired=0):
+        for place, theirs in zip(places, expected, strict=True):
+            pipe.to(*place)
+            assert_same(image(pipe), theirs, 5e-2)
+    assert reasons(pipe) == set()
+
+
+@on_gpu
+def test_offloading_inside_blocks_leaves_them_eager_with_the_reason(folder_for_gpu):
+    expected = image(pipelines.sdxl().to("cuda", torch.float16))
+    pipe = pipelines.sdxl().to(torch.float16)
+    pipe.enable_sequential_cpu_offload()
+    load_pipe(pipe, folder_for_gpu)
+    with totals.expect(compiles=0, retired=0):
+        for _ in range(2):
+            assert_same(image(pipe), expected, HALF)
+    assert reasons(pipe)
+
+
+@on_gpu
+def test_offloading_by_groups_gives_the_same_image(folder_for_gpu):
+    expected = image(pipelines.sdxl().to("cuda", torch.float16))
+    pipe = pipelines.sdxl().to(torch.float16)
+    load_pipe(pipe, folder_for_gpu)
+    pipe.enable_group_offload(torch.device("cuda"), offload_type="block_level", num_blocks_per_group=1)
+    with totals.expect(retired=0):
+        for _ in range(2):
+            assert_same(image(pipe), expected, HALF)
 
 
 # Bad input.
