@@ -26,6 +26,10 @@ class Host:
     weight_hooks: frozenset[str] = frozenset()
     """Those of `volatile_attributes` that change weights on the fly when they are set."""
 
+    traced_attributes: frozenset[str] = frozenset()
+    """Those of `volatile_attributes` that a trace must see: with them a module reads its weights in another way, such
+    as cast to the dtype of its input, and computes the same."""
+
     infrastructure: tuple[str, ...] = ()
     """Python module prefixes whose code moves tensors and settings about without deciding what a region
     computes. A region's fingerprint does not follow calls into them."""

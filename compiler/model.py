@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -200,15 +200,15 @@ class CompiledModel:
         entries = [e for kind in self._kinds.values() for entries in kind.graphs.values() for e in entries]
         return list({entry.graph.key: entry.graph for entry in entries if not entry.retired}.values())
 
-    def prepare(self, call: ModelCall, on_progress: OnProgress = lambda progress: None) -> None:
+    def prepare(self, call: ModelCall, on_progress: OnProgress = lambda progress: None, name: str = "") -> None:
         """Provide the graphs that a call of the model will use: from memory, the store, or compiled now.
 
-        Between graphs the host may cancel; what is done is kept. Raises CannotCallAhead, before anything is
-        compiled, if the call fails under fake tensors.
+        What a call with a name wants is remembered as long as the model lives. Between graphs the host may cancel;
+        what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
         """
         start = time.perf_counter()
         try:
-            variants = self._registry.run("probe", lambda: self._wanted(call))
+            variants = self._wanted_ahead(call, name)
         except Exception as error:
             raise CannotCallAhead(_one_line(error)) from error
         self.counters.add("seconds", time.perf_counter() - start)
@@ -284,6 +284,15 @@ class CompiledModel:
             kind.closed = kind.closed or reason
         self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
 
+    def _wanted_ahead(self, call: ModelCall, name: str) -> list[Variant]:
+        if not name:
+            return self._registry.run("probe", lambda: self._wanted(call))
+        model = self._model()
+        state = name, self._device, tuple(self._fingerprints.items())
+        wanted = self._registry.wanted(model, state, lambda: self._registry.run("probe", lambda: self._wanted(call)))
+        modules = {identity: model.get_submodule(path) for path, identity in self._fingerprints.items()}
+        return [replace(variant, module=modules[variant.fingerprint]) for variant in wanted]
+
     def _wanted(self, call: ModelCall) -> list[Variant]:
         model = self._model()
         regions = {Region(path, model.get_submodule(path)): known for path, known in self._fingerprints.items()}
@@ -333,6 +342,10 @@ class CompiledModel:
             variants = self._registry.run("probe", lambda: self._wanted(call))
         except Exception as error:
             return f"its sizes cannot be told apart from data ({_one_line(error)})"
+        if structure.text not in {v.structure.text for v in variants if v.fingerprint == kind.fingerprint}:
+            # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
+            alike = (v.with_structure(structure) for v in variants if v.fingerprint == kind.fingerprint)
+            variants += [variant for variant in alike if variant][:1]
         for variant in variants:
             if self._is_missing(variant) and variant.structure.text not in self._kinds[variant.fingerprint].refusals:
                 self._host.check_cancelled()

@@ -11,10 +11,12 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
 
 from . import attention
 from .backends.base import Backend
@@ -78,6 +80,17 @@ class Registry:
         self._entries: OrderedDict[str, GraphEntry] = OrderedDict()
         self._workflows: OrderedDict[str, dict[str, Role]] = OrderedDict()
         self._lock = threading.RLock()
+        self._wanted: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[Variant]]] = weakref.WeakKeyDictionary()
+
+    def wanted(self, model: nn.Module, state: Hashable, probe: Callable[[], list[Variant]]) -> list[Variant]:
+        """Return the graphs a model in this state wants, without their modules; probe for them the first time.
+
+        The nodes before a compiling one run again and again (another LoRA, say), with the same model.
+        """
+        known = self._wanted.setdefault(model, {})
+        if state not in known:
+            known[state] = [variant.without_module() for variant in probe()]
+        return known[state]
 
     def run(self, name: str, job: Callable[[], Any]) -> Any:
         """Run work that traces or compiles, away from the host's thread and its inference mode."""

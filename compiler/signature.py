@@ -61,6 +61,11 @@ class Structure:
     context: tuple[str, ...]
     """Names of the context arguments that were passed along."""
 
+    def has_tensors_of(self, other: Structure) -> bool:
+        """Whether a call has its tensors in the same places, of the same ranks, dtypes and devices."""
+        one, another = (_tensor_places(json.loads(structure.text)[0]) for structure in (self, other))
+        return one == another
+
     def fill(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
         """Return the arguments with these tensors in the places of the call's own."""
         return pytree.tree_unflatten(self.flat(tensors), self.spec)
@@ -152,6 +157,17 @@ def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
         return Structure(text, spec, tuple(leaves), tuple(map(str, context))), tensors
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"not the structure of a call ({type(error).__name__})") from None
+
+
+def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
+    """Return the outlines of a call's tensors by where they are in its arguments."""
+    kind, content = outline[0], outline[1]
+    if kind == "tensor":
+        return {place: tuple(outline)}
+    if not isinstance(content, list):
+        return {}
+    items = [(str(k), item) for k, item in content] if kind == "dict" else list(enumerate(content))
+    return {found: what for key, item in items for found, what in _tensor_places(item, (*place, key)).items()}
 
 
 def _outline(value: Any) -> list:

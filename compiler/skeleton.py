@@ -44,10 +44,11 @@ def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Mo
     if id(module) in done:
         return done[id(module)]
     twin = done[id(module)] = module.__class__.__new__(module.__class__)
+    left_out = host.volatile_attributes - host.traced_attributes
     attributes = {
         name: OrderedDict() if name.endswith("_hooks") and isinstance(value, dict) else _own(value)
         for name, value in module.__dict__.items()
-        if name != "forward" and name not in host.volatile_attributes
+        if name != "forward" and name not in left_out
     }
     twin.__dict__.update(attributes)
     for group in ("_parameters", "_buffers"):

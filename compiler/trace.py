@@ -7,7 +7,7 @@ than computed wrongly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,14 @@ class Variant:
             [f"s{size}" if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
             for shape, symbols in zip(self.hints, self.symbolic, strict=True)
         ]
+
+    def without_module(self) -> Variant:
+        """Return what can be remembered without keeping a model alive."""
+        return replace(self, module=nn.Module())
+
+    def with_structure(self, structure: Structure) -> Variant | None:
+        """Return the graph for a call with other arguments that are no tensors, or None if its tensors differ too."""
+        return replace(self, structure=structure) if structure.has_tensors_of(self.structure) else None
 
     @classmethod
     def like(cls, identity: GraphIdentity, region: Region, device: torch.device) -> Variant:

@@ -2,12 +2,14 @@
 
 from . import graph_files, routes
 from .compile_model import CompileModel
+from .control_net_speedup import ControlNetSpeedup
 from .graph_files import LoadGraph, SaveGraph
 from .vae_speedup import VAESpeedup
 
 _NODES = {
     "CG_CompileModel": (CompileModel, "Compile Model"),
     "CG_VAESpeedup": (VAESpeedup, "VAE Speedup"),
+    "CG_ControlNetSpeedup": (ControlNetSpeedup, "ControlNet Speedup"),
     "CG_SaveGraph": (SaveGraph, "Save Graph"),
     "CG_LoadGraph": (LoadGraph, "Load Graph"),
 }

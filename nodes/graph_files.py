@@ -26,6 +26,7 @@ from . import messages, sockets
 
 FOLDER = "compiled_graphs"
 NONE = "none"
+NOTHING_CONNECTED = "connect a model, a VAE or a ControlNet"
 
 
 def register_folder() -> None:
@@ -34,15 +35,15 @@ def register_folder() -> None:
 
 
 class SaveGraph:
-    """Writes the graphs that a model and a VAE use to one file; compiles them first if nothing has."""
+    """Writes the graphs that a model, a VAE and a ControlNet use to one file; compiles them first if nothing has."""
 
     CATEGORY = "compiled graphs"
     FUNCTION = "save"
     RETURN_TYPES = ()
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Writes the compiled graphs of a model and a VAE to a file under models/compiled_graphs. It holds no weights, "
-        "and serves every checkpoint and LoRA of the architecture on this machine."
+        "Writes the compiled graphs of a model, a VAE and a ControlNet to a file under models/compiled_graphs. It has "
+        "no weights, and serves every checkpoint and LoRA of the architecture on this machine."
     )
     SEARCH_ALIASES = ["save compiled", "export graph", "model graph saver", "onediff"]
 
@@ -55,35 +56,52 @@ class SaveGraph:
             "optional": {
                 "model": ("MODEL", {"tooltip": "A compiled model. One that is not yet is compiled now."}),
                 "vae": ("VAE", {"tooltip": "A VAE from VAE Speedup. One that is not compiled yet is compiled now."}),
+                "control_net": (
+                    "CONTROL_NET",
+                    {"tooltip": "A ControlNet from ControlNet Speedup. One that is not compiled yet is compiled now."},
+                ),
                 "after": (sockets.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
 
     def save(
-        self, filename_prefix: str, model: Any = None, vae: Any = None, after: Any = None, unique_id: str = ""
+        self,
+        filename_prefix: str,
+        model: Any = None,
+        vae: Any = None,
+        control_net: Any = None,
+        after: Any = None,
+        unique_id: str = "",
     ) -> dict[str, Any]:
         """Write the file and return the text the node shows: what was written, or why nothing was."""
-        from ..compiler.hosts.comfy import compile_model, compile_vae
+        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
 
-        graphs, told = _graphs_of(model, model, compile_model)
-        vae_graphs, vae_told = _graphs_of(vae, getattr(vae, "patcher", None), compile_vae)
-        told += vae_told
-        if graphs + vae_graphs:
-            text = "\n".join([_write(graphs + vae_graphs, filename_prefix), *told])
+        compilers = ((model, compile_model), (vae, compile_vae), (control_net, compile_control_net))
+        found = [_graphs_of(thing, compile_thing) for thing, compile_thing in compilers if thing is not None]
+        graphs, told = (
+            [graph for graphs, _ in found for graph in graphs],
+            [line for _, lines in found for line in lines],
+        )
+        if graphs:
+            text = "\n".join([_write(graphs, filename_prefix), *told])
         else:
-            text = "\n".join(["nothing saved", *(told or ["connect a model or a VAE"])])
+            text = "\n".join(["nothing saved", *(told or [NOTHING_CONNECTED])])
         messages.show(unique_id, text)
         return {"ui": {"text": [text]}}
 
 
 class LoadGraph:
-    """Puts the graphs of a file into a model and a VAE: nothing is traced and nothing is compiled."""
+    """Puts the graphs of a file into a model, a VAE and a ControlNet: nothing is traced and nothing is compiled."""
 
     CATEGORY = "compiled graphs"
     FUNCTION = "load"
-    RETURN_TYPES = ("MODEL", "VAE")
-    OUTPUT_TOOLTIPS = ("The model with compiled blocks, as from Compile Model.", "The VAE, as from VAE Speedup.")
+    RETURN_TYPES = ("MODEL", "VAE", "CONTROL_NET")
+    OUTPUT_TOOLTIPS = (
+        "The model with compiled blocks, as from Compile Model.",
+        "The VAE, as from VAE Speedup.",
+        "The ControlNet, as from ControlNet Speedup.",
+    )
     DESCRIPTION = (
         "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled with the backend; a file "
         "that is missing, damaged or from elsewhere is named, and the model is compiled."
@@ -101,6 +119,7 @@ class LoadGraph:
                 "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
                 "vae": ("VAE", {"tooltip": "The VAE to put the graphs into."}),
                 "backend": sockets.backend(),
+                "control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to put the graphs into."}),
             },
             "hidden": sockets.HIDDEN,
         }
@@ -122,12 +141,13 @@ class LoadGraph:
         model: Any = None,
         vae: Any = None,
         backend: str = NAMES[0],
+        control_net: Any = None,
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
-        """Return the model and the VAE with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_model, compile_vae
+        """Return what is connected with the file's graphs, and the text the node shows."""
+        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
 
         graphs, listed, problem = _read(graph)
         texts = {"file": problem}
@@ -151,21 +171,22 @@ class LoadGraph:
         if vae is not None:
             vae, text = compile_vae(vae, request("vae"), encode=None)
             tell("vae", f"VAE: {text}")
-        text = tell("none", "" if model or vae else "connect a model or a VAE")
+        if control_net is not None:
+            control_net, text = compile_control_net(control_net, request("control_net"))
+            tell("control_net", f"ControlNet: {text}")
+        text = tell("none", "" if model or vae or control_net else NOTHING_CONNECTED)
         messages.show(unique_id, text)
-        return {"ui": {"text": [text]}, "result": (model, vae)}
+        return {"ui": {"text": [text]}, "result": (model, vae, control_net)}
 
 
-def _graphs_of(thing: Any, patcher: Any, compile_thing: Any) -> tuple[list[CompiledGraph], list[str]]:
-    """Return the graphs that a model or a VAE uses, compiled now if need be, and what to tell of that."""
-    from ..compiler.hosts.comfy import graphs_in_use
+def _graphs_of(thing: Any, compile_thing: Any) -> tuple[list[CompiledGraph], list[str]]:
+    """Return the graphs that a model, a VAE or a ControlNet uses, compiled now if need be, and what to tell of that."""
+    from ..compiler.hosts.comfy import graphs_in_use, patcher_of
 
-    if thing is None:
-        return [], []
-    if graphs := graphs_in_use(patcher):
+    if graphs := graphs_in_use(patcher_of(thing)):
         return graphs, []
     compiled, text = compile_thing(thing)
-    return graphs_in_use(getattr(compiled, "patcher", compiled)) or [], [f"compiled now: {text}"]
+    return graphs_in_use(patcher_of(compiled)) or [], [f"compiled now: {text}"]
 
 
 def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:

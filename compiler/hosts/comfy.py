@@ -59,6 +59,7 @@ class ComfyHost(Host):
         "comfy_patched_weights",
         "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
     }
+    traced_attributes = frozenset({"comfy_cast_weights"})  # set on single layers by a node that chooses the dtype
     weights_say_device = False
     infrastructure = (
         "comfy.model_management",
@@ -199,8 +200,42 @@ def compile_vae(vae: Any, request: Request = Request(), encode: bool | None = Fa
     return (twin if graphs_in_use(twin.patcher) is not None else vae), text
 
 
+def compile_control_net(control_net: Any, request: Request = Request()) -> tuple[Any, str]:
+    """Return a copy of a `comfy.controlnet.ControlNet` whose regions run compiled, and what to tell the person.
+
+    The copy shares the network and its weights with the original, which is never touched, and has a patcher
+    of its own. Otherwise as `compile_model`.
+    """
+    patcher = getattr(control_net, "control_model_wrapped", None)
+    if patcher is None:
+        return control_net, f"not compiled: {_no_network_text(control_net)}"
+    twin = control_net.copy()
+    twin.previous_controlnet = control_net.previous_controlnet
+    twin.control_model_wrapped = _clone(patcher)
+    calls = {"forward": comfy_calls.control_call(control_net)}
+    network, device = control_net.control_model, patcher.load_device
+    text = _install(twin.control_model_wrapped, network, "", calls, device, "ControlNet", request)
+    return (twin if graphs_in_use(twin.control_model_wrapped) is not None else control_net), text
+
+
+def _no_network_text(control_net: Any) -> str:
+    name = type(control_net).__name__
+    if hasattr(control_net, "control_weights"):
+        return f"a {name} is made anew from the model's own weights for every image"
+    return f"a {name} runs once per image, and there is nothing to gain"
+
+
+def patcher_of(thing: Any) -> Any:
+    """Return the ModelPatcher of a MODEL, a VAE or a CONTROL_NET; None if a CONTROL_NET has none."""
+    if hasattr(thing, "get_control"):
+        return getattr(thing, "control_model_wrapped", None)
+    return getattr(thing, "patcher", thing)
+
+
 def graphs_in_use(patcher: Any) -> list[CompiledGraph] | None:
     """Return the graphs that a compiled ModelPatcher uses, or None if it is not compiled."""
+    if patcher is None:
+        return None
     found = (getattr(patch, "compiled", None) for patch in patcher.object_patches.values())
     compiled = next((model for model in found if model is not None), None)
     return None if compiled is None else compiled.graphs()
@@ -250,9 +285,9 @@ def _install(
 
     refused = compiled.load(request.graphs)
     compiled.compile_listed([*request.graphs, *request.listed], _progress(request.node_id))
-    for call in calls.values() if compiled.summary().waiting else ():
+    for method, call in calls.items() if compiled.summary().waiting else ():
         try:
-            compiled.prepare(call, _progress(request.node_id))
+            compiled.prepare(call, _progress(request.node_id), method)
         except CannotCallAhead as reason:
             name = type(network).__name__
             log.info("%s is compiled when it first runs; it cannot be called ahead of it: %s", name, reason)

@@ -6,7 +6,7 @@ A call goes to a skeleton of the network under fake tensors, to learn which grap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,13 +25,18 @@ def repeat(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], si
     try:
         _call_resized(twin, method, args, kwargs, sizes, sizes.batch * frames)
     except Exception:
-        _call_resized(twin, method, args, kwargs, sizes, args[0].shape[0])
+        _call_resized(twin, method, args, kwargs, sizes, _latent(args, kwargs).shape[0])
+
+
+def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """ControlNets are called by name."""
+    return args[0] if args else kwargs["x"]
 
 
 def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
     """Call a network with empty tensors in place of a call's own, and without patches."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("control", "transformer_options")}
-    latent = args[0]
+    kwargs = {name: {} if name == "transformer_options" else v for name, v in kwargs.items() if name != "control"}
+    latent = _latent(args, kwargs)
     context = kwargs.get("context")
     tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
     area = (sizes.frames, sizes.height, sizes.width)[-(latent.ndim - 2) :]
@@ -43,14 +48,14 @@ def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, A
         if shape and shape[0] == latent.shape[0]:
             shape[0] = batch
         if tensor.ndim == latent.ndim:
-            shape[2:] = area
+            # A ControlNet's hint is a picture, several times as large as the latent.
+            shape[2:] = [side * max(own // other, 1) for side, own, other in zip(area, shape[2:], latent.shape[2:])]
         elif tensor.ndim in (2, 3) and tokens is not None and shape[1] == tokens:
             shape[1] = sizes.tokens
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
     if method == "forward":
-        kwargs["transformer_options"] = {}
         twin(*args, **kwargs)  # with hooks, unlike the method
     else:
         getattr(type(twin), method)(twin, *args, **kwargs)
@@ -93,6 +98,62 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         getattr(type(network), method)(network, data)
 
     return call
+
+
+def control_call(control_net: Any) -> ModelCall:
+    """Return a call of a ControlNet's network as `comfy.controlnet.ControlNet.get_control` would make it."""
+
+    def call(network: nn.Module, sizes: Sizes) -> None:
+        make = {"dtype": control_net.manual_cast_dtype or network.dtype, "device": control_net.load_device}
+        widths = _control_widths(network)
+        area = sizes.height, sizes.width
+        scale = control_net.compression_ratio if widths.hint_is_a_picture else 1
+        inputs = {
+            "x": torch.empty((sizes.batch, widths.latent, *area), **make),
+            "hint": torch.empty((sizes.batch, widths.hint, *(side * scale for side in area)), **make),
+            "timesteps": torch.empty((sizes.batch,), **make),
+            "context": torch.empty((sizes.batch, sizes.tokens, widths.text), **make),
+        }
+        if widths.pooled:
+            inputs["y"] = torch.empty((sizes.batch, widths.pooled), **make)
+        if widths.guidance:
+            inputs["guidance"] = torch.empty((sizes.batch,), **make)
+        network(**inputs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _ControlWidths:
+    """How many channels a ControlNet's inputs have; 0 for an input that it does without."""
+
+    latent: int
+    hint: int
+    text: int
+    pooled: int
+    guidance: bool = False
+    hint_is_a_picture: bool = True
+
+
+def _control_widths(network: nn.Module) -> _ControlWidths:
+    """Raises AttributeError for a network of another kind than UNet, SD3 or Flux."""
+    if hasattr(network, "pos_embed_input"):  # comfy.cldm.mmdit.ControlNet
+        return _ControlWidths(
+            network.x_embedder.proj.in_channels,
+            network.pos_embed_input.proj.in_channels,
+            network.context_embedder.in_features,
+            network.y_embedder.mlp[0].in_features,
+            hint_is_a_picture=False,
+        )
+    if hasattr(network, "controlnet_single_blocks"):  # comfy.ldm.flux.controlnet.ControlNetFlux
+        latent, params = network.img_in.in_features // 4, network.params
+        hint = network.pos_embed_input.in_features // 4 if network.latent_input else 3
+        return _ControlWidths(
+            latent, hint, params.context_in_dim, params.vec_in_dim, params.guidance_embed, not network.latent_input
+        )
+    context = next(m.to_k.in_features for name, m in network.named_modules() if name.endswith("attn2"))
+    pooled = network.label_emb[0][0].in_features if network.num_classes == "sequential" else 0
+    return _ControlWidths(network.in_channels, network.input_hint_block[0].in_channels, context, pooled)
 
 
 def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:

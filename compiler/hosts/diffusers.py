@@ -304,7 +304,7 @@ def _prepared(name: str, compiled: CompiledModel, network: nn.Module) -> list[Co
         log.warning("%s is a %s, which is compiled when it first runs; run it before saving.", name, cls)
     else:
         try:
-            compiled.prepare(call, _log_progress)
+            compiled.prepare(call, _log_progress, type(network).__name__)
         except CannotCallAhead as reason:
             log.warning("%s is compiled when it first runs; it cannot be called ahead of it: %s", name, reason)
     return compiled.graphs()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -299,6 +301,27 @@ def test_a_cancelled_preparation_keeps_what_is_done(registry):
     again = install(network, registry)
     again.prepare(call)
     assert (again.counters.from_memory, again.counters.compiles) == (1, 1)
+
+
+def test_what_a_call_by_name_wants_is_asked_once_while_the_model_lives_and_is_as_it_was(registry):
+    network, asked = transformer(), []
+
+    def counted(twin, at):
+        asked.append(at)
+        call(twin, at)
+
+    for _ in range(2):
+        install(network, registry).prepare(counted, name="forward")
+    assert len(asked) == 2  # at two sizes, once
+    install(network, registry).prepare(counted, name="another")
+    assert len(asked) == 4
+    compiled = install(network.double(), registry)
+    compiled.prepare(counted, name="forward")
+    assert (len(asked), compiled.summary().compiled) == (6, 1)
+    gone = weakref.ref(network)
+    del network, compiled
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_cancellation_while_a_running_call_compiles_reaches_the_host(registry):

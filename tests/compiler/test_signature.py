@@ -172,3 +172,16 @@ def test_a_container_that_only_python_can_make_is_part_of_the_key_but_cannot_be_
     assert one.text != other.text
     with pytest.raises(ValueError, match="not the structure"):
         parse(one.text)
+
+
+def test_calls_that_differ_in_plain_values_have_the_same_tensors():
+    x = torch.zeros(2, 3)
+
+    def structure(*args, **kwargs):
+        return read(Call({"args": args, "kwargs": kwargs}, {}))[0]
+
+    one = structure(x, [x, 1], scale=2, mask=x)
+    assert structure(x, [x, 5], mask=x).has_tensors_of(one)
+    assert not structure(x, [1, x], scale=2, mask=x).has_tensors_of(one)
+    assert not structure(x, [x.half(), 1], scale=2, mask=x).has_tensors_of(one)
+    assert not structure(x, [x, 1], scale=x, mask=x).has_tensors_of(one)

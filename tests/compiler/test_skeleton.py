@@ -10,7 +10,8 @@ from torch import nn
 
 
 class Manager(Host):
-    volatile_attributes = frozenset({"loaded_bytes"})
+    volatile_attributes = frozenset({"loaded_bytes", "casts"})
+    traced_attributes = frozenset({"casts"})
 
 
 def copy_of(module, host=None):
@@ -81,6 +82,12 @@ def test_the_hosts_volatile_attributes_are_left_out():
     block.loaded_bytes = 7
     assert not hasattr(copy_of(block, Manager()), "loaded_bytes")
     assert copy_of(block).loaded_bytes == 7
+
+
+def test_what_a_trace_must_see_is_copied_though_it_is_volatile():
+    block = ResidualBlock()
+    block.casts = True
+    assert copy_of(block, Manager()).casts
 
 
 def test_a_module_that_stands_twice_is_copied_once():

@@ -112,7 +112,7 @@ def test_a_file_from_elsewhere_is_the_list_of_what_is_compiled_here(server, load
 def test_with_nothing_connected_nothing_is_written_and_that_is_said(server, graph_files):
     before = sorted(graph_files.rglob("*"))
     prompt = {"9": {"class_type": "CG_SaveGraph", "inputs": {"filename_prefix": "none"}}}
-    assert server.run(prompt)["9"]["text"] == ["nothing saved\nconnect a model or a VAE"]
+    assert server.run(prompt)["9"]["text"] == ["nothing saved\nconnect a model, a VAE or a ControlNet"]
     assert sorted(graph_files.rglob("*")) == before
 
 

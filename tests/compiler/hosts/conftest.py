@@ -93,20 +93,20 @@ def _unloaded() -> Iterator[None]:
 
 @pytest.fixture
 def sample() -> Callable[..., torch.Tensor]:
-    """Sample with ComfyUI's own sampler; sizes in latent units."""
+    """Sample with ComfyUI's own sampler; sizes in latent units, `options` go to `comfy.sample.sample`."""
 
     def run(model: Any, name: str, height: int = 8, width: int = 12, batch: int = 1, tokens: int = 77, cfg: float = 7.0,
-            sampler: str = "euler", seed: int = 1, steps: int = 1, **extra: Any) -> torch.Tensor:  # fmt: skip
+            sampler: str = "euler", seed: int = 1, steps: int = 1, conditioning: dict[str, Any] | None = None,
+            **options: Any) -> torch.Tensor:  # fmt: skip
         channels = (
             model.model.latent_format.latent_channels if hasattr(model.model.latent_format, "latent_channels") else 4
         )
         latent = torch.zeros(batch, channels, height, width)
         with torch.inference_mode():
             noise = comfy.sample.prepare_noise(latent, seed)
-            positive, negative = (_conditioning(name, tokens, number, extra) for number in (1, 2))
-            return comfy.sample.sample(
-                model, noise, steps, cfg, sampler, "normal", positive, negative, latent, disable_pbar=True, seed=seed
-            )
+            positive, negative = (_conditioning(name, tokens, number, conditioning or {}) for number in (1, 2))
+            arguments = (model, noise, steps, cfg, sampler, "normal", positive, negative, latent)
+            return comfy.sample.sample(*arguments, disable_pbar=True, seed=seed, **options)
 
     return run
 
