@@ -1,11 +1,16 @@
-"""The method by which a host enters a network, replaced so that a region can be told which call is running."""
+"""The method by which a host enters a network, replaced so that its regions run compiled while a call lasts.
+
+Forwards that are put into place for the length of a call need not be taken out by anybody else. A host that
+undoes patches path by path would put things back into whatever stands at a path by then, and another
+extension may have put a block of its own there.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -36,15 +41,38 @@ class Entrance:
         """What it was installed with, for those who hold only the network."""
         self.on_call: Callable[[], None] = lambda: None
         self._running = threading.local()
+        self._forwards: list[tuple[weakref.ref, Callable]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # whoever traces this compiles the blocks as well
+            return self._call_network(*args, **kwargs)
         outer = self.running_call()
         self._running.call = (args, kwargs)
         self.on_call()
+        installed = self._install_forwards()
         try:
             return self._enter(*args, **kwargs)
         finally:
             self._running.call = outer
+            for attributes, before in installed:
+                attributes.pop("forward")
+                attributes.update(before)
+
+    def install_while_running(self, forwards: Mapping[str, Callable]) -> None:
+        """Put these forwards in the place of the network's blocks, by path, whenever it is called."""
+        network = self._network()
+        self._forwards = [(weakref.ref(network.get_submodule(path)), forward) for path, forward in forwards.items()]
+
+    def _install_forwards(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the attributes of each block, and the `forward` among them that was there before, if any."""
+        installed = []
+        for reference, forward in self._forwards:
+            module = reference()
+            before = module.__dict__.get("forward")
+            if before is None or getattr(before, "__func__", None) is type(module).forward:
+                installed.append((module.__dict__, {} if before is None else {"forward": before}))
+                module.__dict__["forward"] = forward
+        return installed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
         """A copy of the network is nobody's yet."""
@@ -60,6 +88,9 @@ class Entrance:
         return getattr(self._running, "call", None)
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call_network(*args, **kwargs)
+
+    def _call_network(self, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return getattr(self._cls, self.method)(self._network(), *args, **kwargs)

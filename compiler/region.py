@@ -59,7 +59,7 @@ class Region:
 
 
 def find_regions(model: nn.Module) -> list[Region]:
-    """Return the regions of a model, in the order of its modules. Regions never nest.
+    """Return the regions of a model, in the order of its modules. Regions never nest, nor lie in what torch compiled.
 
     Listed classes come first. Elsewhere the rule is: a class with children of its own that stands at
     least twice in one ModuleList is a region.
@@ -67,7 +67,14 @@ def find_regions(model: nn.Module) -> list[Region]:
     return list(_walk(model, "", repeated=False))
 
 
+def is_torch_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs this module: as a wrapper, or in place (`nn.Module.compile`)."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def _walk(module: nn.Module, path: str, repeated: bool) -> Iterator[Region]:
+    if is_torch_compiled(module):
+        return
     if repeated or _is_listed(module):
         yield Region(path, module)
         return

@@ -1,8 +1,8 @@
 """Compiled regions in ComfyUI's objects.
 
-Everything goes through ComfyUI's own means: a clone of the ModelPatcher, and object patches on the
-`forward` of each region. State-dict keys, LoRA keys, other clones and the original stay as they are, and
-ComfyUI takes the patches out again when it unloads the clone.
+Everything goes through ComfyUI's own means: a clone of the ModelPatcher, and an object patch on the method
+by which ComfyUI enters the network. State-dict keys, LoRA keys, other clones and the original stay as they
+are, and ComfyUI takes the patch out again when it unloads the clone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..graph_file import StoredGraph
 from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall
-from ..region import Region, find_regions
+from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..store import StoreError, open_store
 from . import comfy_calls
@@ -40,7 +40,7 @@ from . import comfy_calls
 log = logging.getLogger(__name__)
 
 _OVERRIDE = "optimized_attention_override"
-_OURS = frozenset({"dispatch.RegionForward", "entrance.Entrance", "entrance.CodingEntrance"})
+_OURS = frozenset({"entrance.Entrance", "entrance.CodingEntrance"})
 
 # What blocks look up only to hand it to patches, or to say where they are.
 _BOOKKEEPING = frozenset(
@@ -254,12 +254,14 @@ def _install(
 
     `calls` are the methods by which the host enters the network, and how it would call them.
     """
+    set_aside = _set_torch_compile_aside(clone)
     regions, taken = _free_regions(clone, network, prefix, calls)
+    left = _left_text(taken, network, set_aside)
     chosen, reason = choose_backend(_backend_name(request, regions), device)
     if chosen is None:
         return f"not compiled: {reason}"
     if not regions:
-        return f"not compiled: {type(network).__name__} has no block that can be compiled{_taken_text(taken)}"
+        return f"not compiled: {type(network).__name__} has no block that can be compiled{left}"
     entrances = [
         (Entrance if method == "forward" else CodingEntrance)(
             network, method, _foreign_forward(clone, network, prefix + method, method)
@@ -281,7 +283,7 @@ def _install(
     def text() -> str:
         summary = compiled.summary()
         told = loaded_text(summary, request.source) if request.source else summary_text(summary)
-        return "\n".join([told, *refused]) + _taken_text(taken)
+        return "\n".join([told, *refused]) + left
 
     refused = compiled.load(request.graphs)
     compiled.compile_listed([*request.graphs, *request.listed], _progress(request.node_id))
@@ -291,16 +293,15 @@ def _install(
         except CannotCallAhead as reason:
             name = type(network).__name__
             log.info("%s is compiled when it first runs; it cannot be called ahead of it: %s", name, reason)
+    forwards = compiled.forwards()
     for entrance in entrances:
         entrance.compiled = compiled
         entrance.on_call = _role(request, kind, compiled)
         if isinstance(entrance, CodingEntrance):
             entrance.on_broken = lambda line: request.on_change(f"{text()}\n{line}")
+        entrance.install_while_running(forwards)
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
-    for path, forward in compiled.forwards().items():
-        clone.add_object_patch(f"{prefix}{path}.forward", forward)
-        _tidy_after(forward, network.get_submodule(path), "forward")
     entrances[0].on_call()
     return text()
 
@@ -374,8 +375,30 @@ def _with_rest(text: str, summary: Summary, lines: Sequence[str] = ()) -> str:
     return "\n".join([text, *lines, *(f"eager: {reason}" for reason in summary.reasons)])
 
 
-def _taken_text(taken: int) -> str:
-    return f"\n{taken} blocks left alone: another patch replaces their forward" if taken else ""
+def _left_text(taken: int, network: nn.Module, set_aside: bool) -> str:
+    lines = [f"{taken} blocks left alone: another patch replaces their forward"] if taken else []
+    if any(map(is_torch_compiled, network.modules())):
+        lines.append("what torch.compile has compiled in this model already is left so")
+    if set_aside:
+        lines.append("torch.compile of an earlier node is set aside: this node compiles instead")
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _set_torch_compile_aside(clone: Any) -> bool:
+    """Take out what earlier nodes hung into a clone to run it, or blocks of it, by torch.compile.
+
+    Core's TorchCompileModel adds a wrapper with a key (`comfy_api.torch_helpers`), or an object patch before
+    2025; other nodes add object patches of blocks. Two compilers for one block would be neither's.
+    """
+    compiled = [
+        n for n, patch in clone.object_patches.items() if isinstance(patch, nn.Module) and is_torch_compiled(patch)
+    ]
+    for name in compiled:
+        del clone.object_patches[name]
+    wrappers = getattr(clone, "wrappers", {}).get("apply_model", {})
+    wrapper = wrappers.pop("torch.compile", None)
+    clone.model_options.pop("torch_compile_kwargs", None)
+    return bool(compiled or wrapper)
 
 
 def _clone(patcher: Any) -> Any:

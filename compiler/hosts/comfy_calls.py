@@ -137,6 +137,12 @@ class _ControlWidths:
 
 def _control_widths(network: nn.Module) -> _ControlWidths:
     """Raises AttributeError for a network of another kind than UNet, SD3 or Flux."""
+    if hasattr(network, "controlnet_single_blocks"):  # comfy.ldm.flux.controlnet.ControlNetFlux
+        latent, params = network.img_in.in_features // 4, network.params
+        hint = network.pos_embed_input.in_features // 4 if network.latent_input else 3
+        return _ControlWidths(
+            latent, hint, params.context_in_dim, params.vec_in_dim, params.guidance_embed, not network.latent_input
+        )
     if hasattr(network, "pos_embed_input"):  # comfy.cldm.mmdit.ControlNet
         return _ControlWidths(
             network.x_embedder.proj.in_channels,
@@ -144,12 +150,6 @@ def _control_widths(network: nn.Module) -> _ControlWidths:
             network.context_embedder.in_features,
             network.y_embedder.mlp[0].in_features,
             hint_is_a_picture=False,
-        )
-    if hasattr(network, "controlnet_single_blocks"):  # comfy.ldm.flux.controlnet.ControlNetFlux
-        latent, params = network.img_in.in_features // 4, network.params
-        hint = network.pos_embed_input.in_features // 4 if network.latent_input else 3
-        return _ControlWidths(
-            latent, hint, params.context_in_dim, params.vec_in_dim, params.guidance_embed, not network.latent_input
         )
     context = next(m.to_k.in_features for name, m in network.named_modules() if name.endswith("attn2"))
     pooled = network.label_emb[0][0].in_features if network.num_classes == "sequential" else 0

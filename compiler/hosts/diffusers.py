@@ -30,7 +30,7 @@ from ..graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, writ
 from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall
-from ..region import find_regions
+from ..region import find_regions, is_torch_compiled
 from ..registry import Registry
 from ..skeleton import skeleton
 from ..store import open_store
@@ -357,7 +357,7 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     owners = [owner, *(part.owners if part else ())]
     if part:
         part.uninstall(network)
-    if type(network).__name__ == "OptimizedModule" or network._compiled_call_impl is not None:
+    if is_torch_compiled(network):
         log.warning("%s is compiled by torch.compile already, and left so.", name)
         return
     regions = [region for region in find_regions(network) if HOST.module_is_clean(region.module)]

@@ -105,3 +105,48 @@ def test_an_image_that_overflows_either_way_is_not_blamed_on_the_graphs():
     enter(network, CodingEntrance).on_broken = told.append
     assert not torch.isfinite(network(torch.ones(1))).any()
     assert told == []
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Halves(), Halves()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_forwards_are_in_place_for_as_long_as_a_call_runs():
+    network = Pair()
+    enter(network).install_while_running({"first": lambda x: x * 8, "second": lambda x: x * 3})
+    x = torch.ones(1)
+    assert network(x) == 24
+    assert "forward" not in network.first.__dict__
+    assert network.second(network.first(x)) == 0.25
+
+
+def test_they_go_when_a_call_fails_and_what_was_there_comes_back():
+    def fail(x):
+        raise ZeroDivisionError
+
+    network = Pair()
+    network.first.forward = bound = network.first.forward  # as ComfyUI leaves it
+    enter(network).install_while_running({"first": lambda x: x, "second": fail})
+    with pytest.raises(ZeroDivisionError):
+        network(torch.ones(1))
+    assert network.first.__dict__["forward"] is bound
+    assert "forward" not in network.second.__dict__
+
+
+def test_a_forward_of_somebody_else_is_left_alone():
+    network = Pair()
+    enter(network).install_while_running({"first": lambda x: x * 8, "second": lambda x: x * 3})
+    network.first.forward = lambda x: x * 100
+    assert network(torch.ones(1)) == 300
+
+
+def test_inside_what_torch_compiles_the_network_is_as_it_was():
+    network = Pair()
+    enter(network).install_while_running({"first": lambda x: x * 8, "second": lambda x: x * 3})
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)) == 0.25

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from compiled_graphs.compiler.region import LISTED, Region, find_regions
 from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock, transformer
 from torch import nn
@@ -97,3 +98,11 @@ def test_a_network_without_blocks_has_no_regions():
 
 def test_a_label_names_the_class_and_the_place():
     assert Region("blocks.3", TransformerBlock()).label == "TransformerBlock (blocks.3)"
+
+
+def test_what_torch_compiles_has_no_regions():
+    network = transformer()
+    before = paths(network)
+    network.blocks[0].compile(backend="eager")
+    assert paths(network) == before[1:]
+    assert paths(torch.compile(network, backend="eager")) == []

@@ -563,7 +563,9 @@ ROWS = [
     ),
     Row(
         "ModelSamplingFlux",
-        patched("ModelSamplingFlux", "model_advanced", max_shift=8.0, base_shift=lambda v: 4 * v, width=512, height=512),
+        patched(
+            "ModelSamplingFlux", "model_advanced", max_shift=8.0, base_shift=lambda v: 4 * v, width=512, height=512
+        ),
         lambda m, v: {"steps": 2},
         columns=FLUX,
     ),
