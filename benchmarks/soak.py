@@ -301,7 +301,7 @@ class Soak:
             return
         self.count_compiles(prompt, allowed=prompt.structure not in self.structures)
         self.structures.add(prompt.structure)
-        if prompt.number % self.options.check == 0:
+        if self.options.check and prompt.number % self.options.check == 0:
             self.check(prompt, images)
 
     def check(self, prompt: Prompt, images: list[numpy.ndarray]) -> None:
@@ -412,7 +412,9 @@ def main() -> int:
 def write_models(comfyui: str, folder: Path) -> None:
     """Write the checkpoints, in a process of its own, and a LoRA for them."""
     command = [sys.executable, str(SCRIPTS / "tiny_models.py"), "--comfyui", comfyui, "--out", str(folder)]
-    subprocess.run([*command, *CHECKPOINTS], check=True)
+    done = subprocess.run([*command, *CHECKPOINTS], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"error: the tiny models could not be written:\n{done.stderr[-2000:]}")
     (folder / "loras").mkdir(parents=True, exist_ok=True)
     save_file(lora_weights(), folder / "loras" / LORA)
 

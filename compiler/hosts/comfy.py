@@ -34,6 +34,7 @@ from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
+from ..scaled_weights import multiply_weights
 from ..store import StoreError, open_store
 from . import comfy_calls
 
@@ -80,6 +81,7 @@ class ComfyHost(Host):
         for module in twin.modules():
             if function := module.__dict__.get("optimized_attention"):
                 module.__dict__["optimized_attention"] = opaque_map_attention(function)
+        multiply_weights(twin)
 
     def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""

@@ -100,7 +100,8 @@ def test_torch_compile_after_wins(torch_compile, model, sample, registry):
     both = torch_compile(ours)
     calls = totals.calls
     assert_same(sample(both, "tiny_sd3"), sample(model, "tiny_sd3"))
-    assert totals.calls == calls
+    if torch_compile is not by_patch_of_the_model:  # there ComfyUI puts our patch onto its wrapper, and blocks are ours
+        assert totals.calls == calls
     assert_images(sample, both, model)
     calls = totals.calls
     assert_images(sample, ours, model)
