@@ -35,7 +35,7 @@ sys.path.insert(0, str(SCRIPTS))
 from comfy_server import ComfyServer, PromptFailed  # noqa: E402
 from quickstart import TOLERANCE, WORKFLOW, run  # noqa: E402
 
-CHECKPOINTS = ("tiny_sd15", "tiny_sd15_other")
+CHECKPOINTS = ("tiny_sd15.ckpt", "tiny_sd15_other.ckpt")
 LORA = "soak.safetensors"
 SIDES = range(128, 321, 64)
 SAMPLERS = ("euler", "euler_ancestral", "heun", "dpmpp_2m", "ddim", "lcm")
@@ -76,6 +76,7 @@ class Draft:
         end[socket] = self.add(name, **{takes: end[socket]}, **inputs)
 
     def number(self, low: float, high: float) -> float:
+        """Return a number in between, as a person would type it."""
         return round(self.dice.uniform(low, high), 2)
 
     def area(self) -> dict[str, int]:
@@ -94,9 +95,7 @@ class Draft:
     def other_model(self) -> Link:
         """Add a loader for the checkpoint that the prompt does not have yet."""
         used = self.nodes[LOADER]["inputs"]["ckpt_name"]
-        return self.add(
-            "CheckpointLoaderSimple", ckpt_name=next(f"{n}.ckpt" for n in CHECKPOINTS if f"{n}.ckpt" != used)
-        )
+        return self.add("CheckpointLoaderSimple", ckpt_name=next(name for name in CHECKPOINTS if name != used))
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def random_prompt(number: int, seed: int, known: Collection[str], backend: str) 
 def fill_in(draft: Draft, number: int, backend: str) -> None:
     """Choose values for the nodes of the workflow."""
     dice, nodes = draft.dice, draft.nodes
-    nodes[LOADER]["inputs"]["ckpt_name"] = f"{dice.choice(CHECKPOINTS)}.ckpt"
+    nodes[LOADER]["inputs"]["ckpt_name"] = dice.choice(CHECKPOINTS)
     nodes[COMPILE]["inputs"]["backend"] = backend
     nodes[POSITIVE]["inputs"]["text"] = dice.choice(TEXTS)
     nodes[LATENT]["inputs"] = {"width": draft.size[0], "height": draft.size[1], "batch_size": dice.randint(1, 3)}
@@ -223,7 +222,7 @@ def fill_in(draft: Draft, number: int, backend: str) -> None:
 def choose(dice: random.Random, known: Collection[str]) -> list[Row]:
     """Return up to two rows, and what they do nothing without."""
     rows = {row.name: row for row in ROWS if {row.name, *row.needs} <= {*known}}
-    chosen = dice.sample([*rows], dice.randint(0, 2))
+    chosen = dice.sample([*rows], min(len(rows), dice.randint(0, 2)))
     chosen += [rows[name].only_with for name in chosen if rows[name].only_with in rows]
     return [rows[name] for name in dict.fromkeys(chosen)]
 
@@ -293,13 +292,15 @@ class Soak:
 
     def turn(self, prompt: Prompt) -> None:
         """Queue one prompt, with its comparison if it is time for one."""
+        seen = "of a structure seen before" if prompt.structure in self.structures else ""
         try:
             images, _, _ = run(self.server, prompt.nodes)
         except PromptFailed as error:
             self.failures += 1
             self.complain(prompt, f"failed, {self.blame(prompt)}: {error}")
+            self.count_compiles(prompt, seen)
             return
-        self.count_compiles(prompt, allowed=prompt.structure not in self.structures)
+        self.count_compiles(prompt, seen)
         self.structures.add(prompt.structure)
         if self.options.check and prompt.number % self.options.check == 0:
             self.check(prompt, images)
@@ -312,13 +313,13 @@ class Soak:
             self.failures += 1
             self.complain(prompt, f"failed without our nodes: {error}")
             return
-        difference = max(int(numpy.abs(a - b).max()) for a, b in zip(reference, images, strict=True))
+        difference = largest_difference(reference, images)
         self.checked += 1
         self.largest = max(self.largest, difference)
         if difference > TOLERANCE:
             self.mismatches += 1
             self.complain(prompt, f"an image differs by {difference}/255")
-        self.count_compiles(prompt, allowed=False)
+        self.count_compiles(prompt, "without our nodes")
 
     def blame(self, prompt: Prompt) -> str:
         """Say whether a prompt that failed does so without our nodes too."""
@@ -328,17 +329,17 @@ class Soak:
             return "and without our nodes too"
         return "but not without our nodes"
 
-    def count_compiles(self, prompt: Prompt, allowed: bool) -> None:
-        """Add what was compiled since the last time."""
+    def count_compiles(self, prompt: Prompt, fault: str) -> None:
+        """Add what was compiled since the last time, which is a fault if there is something to say about it."""
         self.totals = self.server.get("/compiled_graphs/registry")["totals"]
         added = self.totals["compiles"] - self.compiles
         if added == 0:
             return
         self.compiles += added
         self.last_compile = prompt.number
-        if not allowed:
+        if fault:
             self.recompiles += added
-            self.complain(prompt, f"{added} compiles of a structure seen before")
+            self.complain(prompt, f"{added} compiles {fault}")
 
     def complain(self, prompt: Prompt, what: str) -> None:
         """Print what is wrong with a prompt, and the prompt."""
@@ -375,8 +376,8 @@ class Soak:
             f"{self.prompts} prompts in {self.minutes():.1f} minutes, {len(self.structures)} structures, "
             f"{self.failures} failures",
             f"{self.checked} checked: largest difference {self.largest}/255, {self.mismatches} mismatches",
-            f"{self.compiles} compiles, the last in prompt {self.last_compile}; {self.recompiles} of a structure seen "
-            f"before; {self.totals.get('retired', 0)} graphs retired",
+            f"{self.compiles} compiles, the last in prompt {self.last_compile}; {self.recompiles} where none "
+            f"should be; {self.totals.get('retired', 0)} graphs retired",
             f"{self.totals.get('calls', 0)} region calls, {sum(reasons.values())} of them uncompiled",
             *(f"  {count:>8} {reason}" for reason, count in reasons.items()),
         ]
@@ -412,7 +413,8 @@ def main() -> int:
 def write_models(comfyui: str, folder: Path) -> None:
     """Write the checkpoints, in a process of its own, and a LoRA for them."""
     command = [sys.executable, str(SCRIPTS / "tiny_models.py"), "--comfyui", comfyui, "--out", str(folder)]
-    done = subprocess.run([*command, *CHECKPOINTS], capture_output=True, text=True, check=False)
+    command += [Path(name).stem for name in CHECKPOINTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: the tiny models could not be written:\n{done.stderr[-2000:]}")
     (folder / "loras").mkdir(parents=True, exist_ok=True)
@@ -430,6 +432,13 @@ def lora_weights() -> dict[str, numpy.ndarray]:
                 weights[f"{key}.lora_{name}.weight"] = generator.normal(0, 0.1, shape).astype("float32")
             weights[f"{key}.alpha"] = numpy.array(4.0, "float32")
     return weights
+
+
+def largest_difference(ones: list[numpy.ndarray], others: list[numpy.ndarray]) -> int:
+    """Return the largest difference between two batches of images, which is 255 if their shapes differ."""
+    if [image.shape for image in ones] != [image.shape for image in others]:
+        return 255
+    return max(int(numpy.abs(one - other).max()) for one, other in zip(ones, others, strict=True))
 
 
 def resident_mebibytes(server: ComfyServer) -> float:

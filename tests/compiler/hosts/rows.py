@@ -6,6 +6,7 @@ Each row uses ComfyUI's own nodes where there are any, with a value that a secon
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -241,8 +242,8 @@ def skipped_layer_of_flux(model: Any, value: float) -> Any:
 
 def replaced_block(model: Any, value: float) -> Any:
     clone = model.clone()
-    if not hasattr(clone, "set_model_patch_replace"):
-        raise Missing("set_model_patch_replace")
+    if "double_block" not in inspect.getsource(type(model.model.diffusion_model)):
+        raise Missing("replacement of blocks")
 
     def around(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
         out = extra["original_block"](arguments)

@@ -1,0 +1,67 @@
+"""Nodes for test servers: what goes wrong in other people's nodes, and patches of their own."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StopInStep:
+    """Lets the n-th step of sampling fail, with too little memory or otherwise."""
+
+    CATEGORY = "tests"
+    FUNCTION = "patch"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        required = {"model": ("MODEL",), "step": ("INT", {"default": 1}), "memory": ("BOOLEAN", {"default": True})}
+        return {"required": required}
+
+    def patch(self, model, step, memory):
+        clone, calls = model.clone(), []
+
+        def inside(h, skip, options):
+            calls.append(options["block"])
+            if calls.count(("output", 1)) > step:
+                raise (
+                    torch.cuda.OutOfMemoryError("Allocation failed") if memory else ZeroDivisionError("a node's fault")
+                )
+            return h, skip
+
+        clone.set_model_output_block_patch(inside)
+        return (clone,)
+
+
+class ScaleAttention:
+    """A patch that reaches into every transformer."""
+
+    CATEGORY = "tests"
+    FUNCTION = "patch"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "factor": ("FLOAT", {"default": 0.5})}}
+
+    def patch(self, model, factor):
+        clone = model.clone()
+        clone.set_model_attn2_patch(lambda n, context, value, options: (n * factor, context, value))
+        return (clone,)
+
+
+class Fail:
+    """Raises when it runs."""
+
+    CATEGORY = "tests"
+    FUNCTION = "fail"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "number": ("INT", {"default": 0})}}
+
+    def fail(self, model, number):
+        raise RuntimeError("this node always fails")
+
+
+NODE_CLASS_MAPPINGS = {"StopInStep": StopInStep, "ScaleAttention": ScaleAttention, "Fail": Fail}
