@@ -118,7 +118,7 @@ def _clip_l() -> Shapes:
     }
 
 
-def sd15() -> Shapes:
+def sd15(**changes: Any) -> Shapes:
     """Stable Diffusion 1.5 with two levels of one block, its whole text encoder, and TAESD."""
     unet = _unet(
         context_dim=768,
@@ -130,8 +130,39 @@ def sd15() -> Shapes:
         transformer_depth=[1, 1],
         transformer_depth_output=[1, 1, 1, 1],
         transformer_depth_middle=1,
+        **changes,
     )
     return unet | _tiny_vae(4) | _clip_l()
+
+
+def sd15_inpaint() -> Shapes:
+    """The same for inpainting: the latent, a masked latent and the mask go in."""
+    return sd15(in_channels=9)
+
+
+def svd() -> Shapes:
+    """Stable Video Diffusion's block layout at a fraction of its width. Without image encoder and VAE."""
+    return _unet(
+        in_channels=8,
+        context_dim=1024,
+        num_heads=-1,
+        num_head_channels=64,
+        use_linear_in_transformer=True,
+        num_classes="sequential",
+        adm_in_channels=768,
+        channel_mult=[1, 1, 1, 1],
+        num_res_blocks=[2, 2, 2, 2],
+        transformer_depth=[1, 1, 1, 1, 1, 1, 0, 0],
+        transformer_depth_output=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+        transformer_depth_middle=1,
+        use_temporal_attention=True,
+        use_temporal_resblock=True,
+        extra_ff_mix_layer=True,
+        use_spatial_context=True,
+        merge_strategy="learned_with_images",
+        merge_factor=0.0,
+        video_kernel_size=[3, 1, 1],
+    )
 
 
 def sdxl() -> Shapes:
@@ -216,6 +247,8 @@ def flux() -> Shapes:
 MODELS: dict[str, Callable[[], Shapes]] = {
     "tiny_sd15": sd15,
     "tiny_sd15_other": sd15,  # the name is the seed: other weights
+    "tiny_sd15_inpaint": sd15_inpaint,
+    "tiny_svd": svd,
     "tiny_sdxl": sdxl,
     "tiny_sdxl_refiner": sdxl_refiner,
     "tiny_sd3": sd3,

@@ -40,7 +40,16 @@ from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts import comfy as host  # noqa: E402
 from compiled_graphs.compiler.registry import Registry  # noqa: E402
 
-TEXT_WIDTHS = {"tiny_sd15": 768, "tiny_sdxl": 2048, "tiny_sd3": 4096, "tiny_flux": 4096}
+TEXT_WIDTHS = {
+    "tiny_sd15": 768,
+    "tiny_sd15_inpaint": 768,
+    "tiny_svd": 1024,
+    "tiny_sdxl": 2048,
+    "tiny_sd3": 4096,
+    "tiny_flux": 4096,
+}
+Settings = dict[str, Any] | list[dict[str, Any]]
+"""What a conditioning says besides its text; a list for several that ComfyUI combines."""
 POOLED_WIDTHS = {"tiny_sdxl": 1280, "tiny_sd3": 2048, "tiny_flux": 768}
 
 
@@ -50,7 +59,7 @@ def checkpoints() -> Path:
     home = Path(os.environ.get("COMPILED_GRAPHS_HOME", SCRIPTS.parent / ".quickstart"))
     folder = home / ("models-checkout" if COMFYUI else "models-index")
     command = [sys.executable, str(SCRIPTS / "tiny_models.py"), "--comfyui", COMFYUI, "--out", str(folder)]
-    names = [*TEXT_WIDTHS] if COMFYUI else ["tiny_sd15", "tiny_sdxl", "tiny_sd3"]
+    names = [*TEXT_WIDTHS] if COMFYUI else [name for name in TEXT_WIDTHS if name != "tiny_flux"]
     subprocess.run([*command, *names], check=True, capture_output=True)
     return folder / "checkpoints"
 
@@ -96,7 +105,7 @@ def sample() -> Callable[..., torch.Tensor]:
     """Sample with ComfyUI's own sampler; sizes in latent units, `options` go to `comfy.sample.sample`."""
 
     def run(model: Any, name: str, height: int = 8, width: int = 12, batch: int = 1, tokens: int = 77, cfg: float = 7.0,
-            sampler: str = "euler", seed: int = 1, steps: int = 1, conditioning: dict[str, Any] | None = None,
+            sampler: str = "euler", seed: int = 1, steps: int = 1, conditioning: Settings | None = None,
             **options: Any) -> torch.Tensor:  # fmt: skip
         channels = (
             model.model.latent_format.latent_channels if hasattr(model.model.latent_format, "latent_channels") else 4
@@ -111,11 +120,15 @@ def sample() -> Callable[..., torch.Tensor]:
     return run
 
 
-def _conditioning(name: str, tokens: int, seed: int, extra: dict[str, Any]) -> list:
+def _conditioning(name: str, tokens: int, seed: int, settings: Settings) -> list:
+    """One conditioning with these settings, or several that ComfyUI combines."""
     generator = torch.Generator().manual_seed(seed)
-    text = torch.randn(1, tokens, TEXT_WIDTHS[name], generator=generator)
-    pooled = torch.randn(1, POOLED_WIDTHS.get(name, 768), generator=generator)
-    return [[text, {"pooled_output": pooled, **extra}]]
+    made = []
+    for extra in settings if isinstance(settings, list) else [settings]:
+        text = torch.randn(1, tokens, TEXT_WIDTHS[name], generator=generator)
+        pooled = torch.randn(1, POOLED_WIDTHS.get(name, 768), generator=generator)
+        made.append([text, {"pooled_output": pooled, **extra}])
+    return made
 
 
 KL = {

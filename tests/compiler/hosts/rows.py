@@ -16,6 +16,7 @@ import comfy.cldm.cldm
 import comfy.controlnet
 import comfy.gligen
 import comfy.lora
+import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
 import comfy.t2i_adapter.adapter
@@ -28,6 +29,7 @@ SD3 = ("tiny_sd3",)
 FLUX = ("tiny_flux",)
 FLOWS = ("tiny_sd3", "tiny_flux")
 ALL = (*UNETS, *FLOWS)
+COLUMNS = (*ALL, "tiny_sd15_inpaint", "tiny_svd")
 
 
 class Missing(Exception):
@@ -242,7 +244,7 @@ def skipped_layer_of_flux(model: Any, value: float) -> Any:
 
 def replaced_block(model: Any, value: float) -> Any:
     clone = model.clone()
-    if "double_block" not in inspect.getsource(type(model.model.diffusion_model)):
+    if "double_block" not in inspect.getsource(inspect.getmodule(type(model.model.diffusion_model))):
         raise Missing("replacement of blocks")
 
     def around(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -382,6 +384,8 @@ def positioned(model: Any, value: float) -> dict[str, Any]:
     for fuser in fusers:
         fuser.alpha_attn.data.fill_(value)
         fuser.alpha_dense.data.fill_(value)
+    if comfy.model_management.should_use_fp16(model.load_device):
+        network.half()
     patcher = comfy.model_patcher.ModelPatcher(
         network, load_device=model.load_device, offload_device=model.offload_device
     )
@@ -399,13 +403,39 @@ def masked(model: Any, value: float) -> dict[str, Any]:
 
 
 def timestep_range(model: Any, value: float) -> dict[str, Any]:
-    return {"conditioning": {"start_percent": 0.0, "end_percent": value / 2}, "steps": 3}
+    early = {"start_percent": 0.0, "end_percent": value / 2}
+    return {"conditioning": [early, {"start_percent": value / 2, "end_percent": 1.0}], "steps": 3}
+
+
+def regions_of_the_picture(model: Any, value: float) -> dict[str, Any]:
+    left, mask = {"area": (8, 6, 0, 0)}, torch.zeros(1, 8, 12)
+    mask[:, :, int(8 - 4 * value) :] = 1.0
+    return {"conditioning": [{}, left, {"mask": mask, "mask_strength": value}]}
 
 
 def inpainted(model: Any, value: float) -> dict[str, Any]:
     mask = torch.zeros(1, 1, 8, 12)
     mask[..., : int(6 * value) + 2] = 1.0
     return {"noise_mask": mask}
+
+
+def filled_in(model: Any, value: float) -> dict[str, Any]:
+    """What an inpainting model is given besides the latent."""
+    mask = torch.zeros(1, 1, 64, 96)
+    mask[..., : int(48 * value)] = 1.0
+    conditioning = {"concat_latent_image": random(1, 4, 8, 12, scale=0.5), "concat_mask": mask}
+    return {"conditioning": conditioning, "noise_mask": mask}
+
+
+def moved(model: Any, value: float) -> dict[str, Any]:
+    """What image to video is given: the picture, how much moves, and for the text what an image encoder saw."""
+    conditioning = {
+        "concat_latent_image": random(1, 4, 8, 12, scale=0.5),
+        "motion_bucket_id": int(127 * value),
+        "fps": 6,
+        "augmentation_level": 0.0,
+    }
+    return {"conditioning": conditioning, "tokens": 1, "batch": 3}
 
 
 def steered(model: Any, value: float) -> dict[str, Any]:
@@ -572,13 +602,16 @@ ROWS = [
     ),
     Row(
         "compute dtype",
-        patched("ModelComputeDtype", "model_advanced", dtype=lambda v: "bf16" if v == 1 else "fp32"),
+        patched("ModelComputeDtype", "model_advanced", dtype="bf16"),
         acts=False,
     ),
     Row("area", arguments=area, columns=UNETS + SD3),
     Row("mask of a conditioning", arguments=masked, columns=UNETS + SD3),
+    Row("regional prompts", arguments=regions_of_the_picture, columns=UNETS + SD3),
     Row("timestep range", arguments=timestep_range),
     Row("inpainting mask", arguments=inpainted),
+    Row("inpainting model", arguments=filled_in, columns=("tiny_sd15_inpaint",)),
+    Row("image to video", arguments=moved, columns=("tiny_svd",)),
     Row("live preview", arguments=previewed),
     Row("batch of latents", arguments=batched),
     Row("DPM++ 3M SDE", arguments=with_sampler("dpmpp_3m_sde"), columns=UNETS + SD3),

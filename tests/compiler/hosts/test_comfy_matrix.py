@@ -18,12 +18,12 @@ import torch
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts import comfy as host
 from compiled_graphs.compiler.registry import Registry
-from rows import ALL, ROWS, Missing, unchanged
+from rows import COLUMNS, ROWS, Missing, unchanged
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
 BACKEND = os.environ.get("COMPILED_GRAPHS_BACKEND", "eager")
-CELLS = [(column, row) for column in ALL for row in ROWS if column in row.columns]
+CELLS = [(column, row) for column in COLUMNS for row in ROWS if column in row.columns]
 COVERAGE: dict[str, dict[str, float]] = {}
 
 

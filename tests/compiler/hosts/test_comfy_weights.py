@@ -43,7 +43,8 @@ def test_the_dtype_that_a_flag_asks_for_is_compiled(flag, name, load, sample, re
     before = totals.eager_calls.copy()
     ours, text = compiled(model)
     assert " 0 eager" in text
-    bound = 5e-2 if "fp32" not in str(model.model.manual_cast_dtype or model.model.get_dtype()) else BOUND
+    computed_in = model.model.manual_cast_dtype or model.model.get_dtype()
+    bound = {torch.bfloat16: 0.1, torch.float16: 2e-2}.get(computed_in, BOUND)  # a step is amplified by guidance
     with totals.expect(compiles=0, retired=0):
         assert_images(sample, name, ours, model, bound)
         assert_images(sample, name, adapted(low_rank)(ours, 1.0), adapted(low_rank)(model, 1.0), bound)
@@ -134,6 +135,13 @@ def free_memory(monkeypatch):
     return lambda size: seen.__setitem__(0, size)
 
 
+def memory_in_use():
+    """Bytes in tensors. cuBLAS has some for each stream that it was used on, and ComfyUI makes streams."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
 @on_gpu
 @pytest.mark.parametrize("streams", [1, 2])
 @pytest.mark.parametrize("state", ["NORMAL_VRAM", "LOW_VRAM", "NO_VRAM"])
@@ -144,8 +152,7 @@ def test_any_part_of_the_weights_may_be_on_the_gpu(state, streams, load, sample,
     ours, _ = compiled(model)
     theirs = [sample(model, "tiny_sdxl", **prompt) for prompt in PROMPTS]
     management.unload_all_models()
-    torch.cuda.empty_cache()
-    held = torch.cuda.memory_allocated()
+    held = memory_in_use()
     monkeypatch.setattr(management, "vram_state", management.VRAMState[state])
     monkeypatch.setattr(model, "memory_required", lambda shape: 0, raising=False)
     whole = model.model_size()
@@ -171,8 +178,7 @@ def test_any_part_of_the_weights_may_be_on_the_gpu(state, streams, load, sample,
         assert_same(sample(ours, "tiny_sdxl"), theirs[0])
         assert totals.eager_calls == before, "with all weights there again, regions stay eager"
     management.unload_all_models()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() <= held + 2**20
+    assert memory_in_use() <= held + 2**20
 
 
 @on_gpu
