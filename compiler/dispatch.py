@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ from .fingerprint import region_code
 from .graph import MEMORY_FORMATS
 from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
+from .patches import PatchFailed, WrongOutput, calling
 from .registry import GraphEntry
 from .signature import STATIC_TYPES, TENSOR_TYPES, Structure, Unsupported, bind, forward_signature, read
 from .skeleton import tensor_slots
@@ -152,27 +154,52 @@ class RegionForward:
         self._counters.add("calls")
         try:
             self._follow(module)
-            self._check_call(args, kwargs)
-            plan, tensors = self._plan(args, kwargs)
+            context = self._check_call(args, kwargs)
+            hooks = self._host.hooks(context, self._kind.literals)
+            plan, tensors = self._plan(args, kwargs, hooks)
             spec = plan.entry.graph.spec
             weights = self._weights.weights(spec)
             _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
         except Unsupported as reason:
             self._counters.add_eager(str(reason))
             return self._kind.cls.forward(module, *args, **kwargs)
-        if self._verify and plan.at_one not in plan.entry.verified:
-            return self._run_verified(plan, weights, tensors, lambda: self._kind.cls.forward(module, *args, **kwargs))
+        run = self._run
+        checked = plan.at_one
+        if hooks:
+            run = self._with_patches(context)
+            checked |= self._host.patch_names(context, hooks)
+        if self._verify and checked not in plan.entry.verified:
+            eager = partial(self._kind.cls.forward, module, *args, **kwargs)
+            return self._run_verified(partial(run, plan, weights), plan, checked, tensors, eager)
         try:
-            return self._run(plan, weights, tensors)
+            return run(plan, weights, tensors)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
             if spec.mutated:
                 raise  # the inputs may be half written
+            if isinstance(error, PatchFailed):
+                return self._after_patch(error, lambda: self._kind.cls.forward(module, *args, **kwargs))
             self._retire(plan, f"{type(error).__name__}: {error}")
             return self._kind.cls.forward(module, *args, **kwargs)
 
-    def _plan(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Plan, list[torch.Tensor]]:
+    def _with_patches(self, context: Mapping[str, Any]) -> Callable:
+        """Return `_run` for a call whose patches act inside of the graph."""
+
+        def run(plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+            with calling(self._host.patch_call(context, tensors[0])):
+                return self._run(plan, weights, tensors)
+
+        return run
+
+    def _after_patch(self, failed: PatchFailed, eager: Callable[[], Any]) -> Any:
+        """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
+        if not isinstance(failed.error, WrongOutput):
+            raise failed.error
+        self._counters.add_eager(str(failed.error))
+        return eager()
+
+    def _plan(self, args: tuple, kwargs: Mapping[str, Any], hooks: str) -> tuple[Plan, list[torch.Tensor]]:
         tensors: list[torch.Tensor] = []
         context = self._host.context_arguments
         places = self._kind.context_places
@@ -180,22 +207,23 @@ class RegionForward:
             tuple([None if i in places else _describe(value, tensors) for i, value in enumerate(args)]),
             tuple([(name, name in context or _describe(value, tensors)) for name, value in kwargs.items()]),
             _repeats(tensors),
+            hooks,
         )
         plan = self._kind.plans.get(token)
         if plan is None or (isinstance(plan, Plan) and plan.entry.retired):
             if len(self._kind.plans) >= MAX_PLANS:
                 self._kind.plans.clear()
-            plan = self._kind.plans[token] = self._make_plan(args, kwargs, tensors)
+            plan = self._kind.plans[token] = self._make_plan(args, kwargs, tensors, hooks)
         if isinstance(plan, str):
             raise Unsupported(plan)
         return plan, tensors
 
-    def _make_plan(self, args: tuple, kwargs: Mapping[str, Any], tensors: list[torch.Tensor]) -> Plan | str:
+    def _make_plan(self, args: tuple, kwargs: Mapping[str, Any], tensors: list[torch.Tensor], hooks: str) -> Plan | str:
         kind = self._kind
         if kind.closed:
             return kind.closed
         try:
-            structure, ordered = read(bind(kind.cls, args, kwargs, self._host.context_arguments))
+            structure, ordered = read(bind(kind.cls, args, kwargs, self._host.context_arguments), hooks=hooks)
         except Unsupported as reason:
             return str(reason)
         if structure.text not in kind.graphs and structure.text not in kind.refusals:
@@ -221,7 +249,8 @@ class RegionForward:
         )
         return Plan(entry, order, relayout, spec.symbols_at_one(shapes))
 
-    def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the context arguments. Raises Unsupported if the call is not one for graphs."""
         if reason := getattr(_everything, "eager", None):
             raise Unsupported(reason)
         if torch.is_grad_enabled():
@@ -232,6 +261,7 @@ class RegionForward:
         context |= {name: kwargs[name] for name in self._host.context_arguments if name in kwargs}
         if reason := self._host.reaches(context, self._kind.literals):
             raise Unsupported(reason)
+        return context
 
     def _follow(self, module: nn.Module) -> None:
         """See whether the region is still the one that was described; if not, go on as what it is now."""
@@ -260,16 +290,23 @@ class RegionForward:
         return spec.rebuild(outputs)
 
     def _run_verified(
-        self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], eager: Callable[[], Any]
+        self,
+        run: Callable[[Sequence[torch.Tensor]], Any],
+        plan: Plan,
+        checked: frozenset[str],
+        tensors: Sequence[torch.Tensor],
+        eager: Callable[[], Any],
     ) -> Any:
         """Run the graph on copies and eager on the originals; the person gets eager's result."""
         spec = plan.entry.graph.spec
         copies = [t.clone() for t in tensors]
         try:
-            ours = self._run(plan, weights, copies)
+            ours = run(copies)
             error = None
         except torch.cuda.OutOfMemoryError:
             raise
+        except PatchFailed as failed:
+            return self._after_patch(failed, eager)
         except Exception as raised:  # a graph that cannot run is a graph that is wrong
             error = f"{type(raised).__name__}: {raised}"
         theirs = eager()
@@ -280,7 +317,7 @@ class RegionForward:
             )
         self._counters.add("verifications")
         if error is None:
-            plan.entry.verified.add(plan.at_one)
+            plan.entry.verified.add(checked)
         else:
             self._retire(plan, error)
         return theirs

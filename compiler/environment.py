@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from .backends import Backend
 
-_TRACING = ("attention", "layout", "scaled_weights", "signature", "skeleton", "trace")
+_TRACING = ("attention", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
 """Modules here that decide what graph a region becomes."""
 
 

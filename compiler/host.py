@@ -8,9 +8,13 @@ where it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from .patches import PatchCall
 
 
 class Host:
@@ -45,12 +49,28 @@ class Host:
         """Return the part of an instance attribute that decides what a region computes."""
         return value
 
-    def stand_in(self, name: str, literals: frozenset[str]) -> Any:
+    def stand_in(self, name: str, literals: frozenset[str], hooks: str) -> Any:
         """Return what a context argument is while a region is traced.
 
-        `literals` are the string constants of the region's code: what keys it can possibly look up.
+        `literals` are the string constants of the region's code: what keys it can possibly look up. `hooks` are as
+        the method of that name gave them, or from a file that need not be trusted. Raises what it likes.
         """
         raise KeyError(name)
+
+    def hooks(self, context: Mapping[str, Any], literals: frozenset[str]) -> str:
+        """Return which patches of this call can be operators inside a graph, in a canonical form; empty if none.
+
+        Calls with other hooks have other graphs. What `reaches` names keeps the region eager anyhow.
+        """
+        return ""
+
+    def patch_call(self, context: Mapping[str, Any], first: torch.Tensor) -> PatchCall:
+        """Return what calls this call's patches for those operators. `first` is the region's first tensor."""
+        raise NotImplementedError
+
+    def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
+        """Return names of the functions behind the hooks; a graph is checked once with each."""
+        return frozenset()
 
     def adapt(self, twin: nn.Module) -> None:
         """Change a skeleton before it is traced, where a part of it must not be traced through."""

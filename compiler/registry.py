@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from . import attention
+from . import attention, patches
 from .backends.base import Backend
 from .counters import Counters, totals
 from .environment import environment
@@ -118,6 +118,7 @@ class Registry:
             counters.add("from_memory")
             return entry
         attention.register_operator()
+        patches.register_operators()
         start = time.perf_counter()
         graph = self.run(stored.spec.region, lambda: stored.load(backend))
         counters.add("from_file")
@@ -159,6 +160,7 @@ class Registry:
             counters.add("from_memory")
             return entry, "memory"
         attention.register_operator()
+        patches.register_operators()
         start = time.perf_counter()
         try:
             with self.store.exclusive(key) if self.store else nullcontext():

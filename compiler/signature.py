@@ -60,6 +60,8 @@ class Structure:
     """Flattened arguments: `TENSOR` where a tensor goes, else the value itself."""
     context: tuple[str, ...]
     """Names of the context arguments that were passed along."""
+    hooks: str = ""
+    """Which of the host's patches act inside of the region, as operators of its graph."""
 
     def has_tensors_of(self, other: Structure) -> bool:
         """Whether a call has its tensors in the same places, of the same ranks, dtypes and devices."""
@@ -127,10 +129,10 @@ def _rest_name(cls: type) -> str | None:
     return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
 
 
-def read(call: Call, fake: bool = False) -> tuple[Structure, list[torch.Tensor]]:
+def read(call: Call, fake: bool = False, hooks: str = "") -> tuple[Structure, list[torch.Tensor]]:
     """Return a call's structure and its tensors in order.
 
-    `fake` admits the fake tensors of a probe. Raises Unsupported on anything a graph cannot take.
+    `fake` admits the fake tensors of a probe; `hooks` are the host's. Raises Unsupported on what no graph can take.
     """
     leaves, spec = pytree.tree_flatten(dict(call.arguments))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -140,9 +142,9 @@ def read(call: Call, fake: bool = False) -> tuple[Structure, list[torch.Tensor]]
         if tensor.layout is not torch.strided:
             raise Unsupported(f"a tensor of layout {tensor.layout}")
     context = tuple(sorted(call.context))
-    text = json.dumps([_outline(dict(call.arguments)), context], separators=(",", ":"))
+    record = [_outline(dict(call.arguments)), context, *([hooks] if hooks else [])]
     kept = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return Structure(text, spec, kept, context), tensors
+    return Structure(json.dumps(record, separators=(",", ":")), spec, kept, context, hooks), tensors
 
 
 def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
@@ -151,10 +153,10 @@ def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
     Raises ValueError if the text is not of `read`'s making, or holds a container that only Python can make.
     """
     try:
-        outline, context = json.loads(text)
+        outline, context, *hooks = json.loads(text)
         tensors: list[tuple[int, torch.dtype]] = []
         leaves, spec = pytree.tree_flatten(_fill_in(outline, tensors))
-        return Structure(text, spec, tuple(leaves), tuple(map(str, context))), tensors
+        return Structure(text, spec, tuple(leaves), tuple(map(str, context)), "".join(hooks)), tensors
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"not the structure of a call ({type(error).__name__})") from None
 

@@ -136,7 +136,7 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
             torch.empty(shape, dtype=dtype, device=variant.device, memory_format=MEMORY_FORMATS[fmt])
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
         ]
-    context = {name: host.stand_in(name, literals) for name in variant.structure.context}
+    context = {name: host.stand_in(name, literals, variant.structure.hooks) for name in variant.structure.context}
     pure = _PureRegion(twin, variant.structure, context)
     auto = torch.export.Dim.AUTO
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]

@@ -31,12 +31,13 @@ from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
+from ..patches import PatchCall
 from ..probe import ModelCall
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
 from ..store import StoreError, open_store
-from . import comfy_calls
+from . import comfy_calls, comfy_patches
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +73,19 @@ class ComfyHost(Host):
         "comfy.memory_management",
     )
 
-    def stand_in(self, name: str, literals: frozenset[str]) -> dict[str, Any]:
-        """Options without patches; where the core offers the hook, attention becomes an operator."""
-        return {_OVERRIDE: opaque_attention} if _OVERRIDE in literals else {}
+    def stand_in(self, name: str, literals: frozenset[str], hooks: str) -> dict[str, Any]:
+        """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
+        options = {_OVERRIDE: opaque_attention} if _OVERRIDE in literals else {}
+        return comfy_patches.traced_options(options, hooks) if hooks else options
+
+    def hooks(self, context: Mapping[str, Any], literals: frozenset[str]) -> str:
+        return comfy_patches.hooks_of(context.get("transformer_options") or {}, literals)
+
+    def patch_call(self, context: Mapping[str, Any], first: torch.Tensor) -> PatchCall:
+        return comfy_patches.patch_call(context["transformer_options"], first.shape)
+
+    def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
+        return comfy_patches.patch_names(context["transformer_options"], hooks)
 
     def adapt(self, twin: nn.Module) -> None:
         """A VAE's attention chooses its function when it is built, and some of those look at free memory."""
@@ -86,11 +97,12 @@ class ComfyHost(Host):
     def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
         options = context.get("transformer_options") or {}
+        operators = comfy_patches.HOOKS if comfy_patches.can_be_operators(literals) else frozenset()
         for name, patches in options.get("patches", {}).items():
-            if patches and name in literals:
+            if patches and name in literals and name not in operators:
                 return f"patch {name}"
         for name, blocks in options.get("patches_replace", {}).items():
-            if name in literals and _covers(blocks, options.get("block")):
+            if name in literals and name not in operators and _covers(blocks, options.get("block")):
                 return f"replacement patch {name}"
         for name in options:
             if name in literals and name not in _BOOKKEEPING:

@@ -570,7 +570,7 @@ class Program(Host):
     weight_hooks = frozenset({"weight_function"})
     volatile_attributes = frozenset({"weight_function"})
 
-    def stand_in(self, name, literals):
+    def stand_in(self, name, literals, hooks):
         return {}
 
     def reaches(self, context, literals):

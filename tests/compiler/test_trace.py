@@ -161,7 +161,7 @@ def test_context_is_the_hosts_stand_in_for_what_the_code_can_look_up():
     class Program(Host):
         context_arguments = frozenset({"host_options"})
 
-        def stand_in(self, name, literals):
+        def stand_in(self, name, literals, hooks):
             asked.append((name, "block_patches" in literals))
             return {"block_patches": [torch.neg]}
 

@@ -461,10 +461,6 @@ def batched(model: Any, value: float) -> dict[str, Any]:
     return {"batch": int(4 * value), "seed": 4}
 
 
-def attention_replaced_everywhere(kind: str) -> frozenset[str]:
-    return frozenset({f"replacement patch {kind}"})
-
-
 ROWS = [
     Row("LoRA", adapted(low_rank)),
     Row("LoHa", adapted(loha)),
@@ -482,17 +478,16 @@ ROWS = [
     Row("ControlNet", arguments=controlled, columns=UNETS),
     Row("Control-LoRA", arguments=controlled_by_lora, columns=UNETS),
     Row("T2I adapter", arguments=adapter, columns=SD15),
-    Row("GLIGEN", arguments=positioned, columns=SD15, eager=frozenset({"patch middle_patch"})),
+    Row("GLIGEN", arguments=positioned, columns=SD15),
     Row("attention patch attn1", scaled_query, columns=UNETS, eager=frozenset({"patch attn1_patch"})),
     Row("attention patch attn2", scaled_context, columns=UNETS, eager=frozenset({"patch attn2_patch"})),
-    Row("attention output attn1", scaled_output("attn1"), columns=UNETS, eager=frozenset({"patch attn1_output_patch"})),
-    Row("attention output attn2", scaled_output("attn2"), columns=UNETS, eager=frozenset({"patch attn2_output_patch"})),
-    Row("IP-Adapter", image_prompt, columns=UNETS, eager=attention_replaced_everywhere("attn2")),
+    Row("attention output attn1", scaled_output("attn1"), columns=UNETS),
+    Row("attention output attn2", scaled_output("attn2"), columns=UNETS),
+    Row("IP-Adapter", image_prompt, columns=UNETS),
     Row(
         "self-attention replaced in one block",
         identity_attention,
         columns=UNETS,
-        eager=attention_replaced_everywhere("attn1"),
     ),
     Row("hypernetwork", hypernetwork, columns=SD15, eager=frozenset({"patch attn1_patch"})),
     Row("patches between blocks", block_patches, columns=UNETS),
@@ -517,13 +512,11 @@ ROWS = [
         "PAG",
         patched("PerturbedAttentionGuidance", "pag", scale=float),
         columns=UNETS,
-        eager=attention_replaced_everywhere("attn1"),
     ),
     Row(
         "SAG",
         patched("SelfAttentionGuidance", "sag", scale=float, blur_sigma=2.0),
         columns=UNETS,
-        eager=attention_replaced_everywhere("attn1"),
     ),
     Row(
         "token merging",

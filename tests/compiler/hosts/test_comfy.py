@@ -166,16 +166,22 @@ def test_a_patch_that_reaches_into_a_region_runs_there_and_nowhere_else_eagerly(
     assert registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"] == reasons
 
 
-def test_a_replacement_patch_makes_only_its_own_block_eager(load, sample, registry):
+def test_a_replacement_patch_has_a_graph_of_its_own_and_takes_part_in_it(load, sample, registry):
     model = load("tiny_sd15")
     compiled, _ = compile_eager(model)
-    ours, theirs = compiled.clone(), model.clone()
-    for patched in (ours, theirs):
-        patched.set_model_attn2_replace(lambda q, k, v, options: q, "middle", 0)
-    steps = 2
-    assert_same(sample(ours, "tiny_sd15", steps=steps), sample(theirs, "tiny_sd15", steps=steps))
-    reasons = registry.report()["workflows"][""]["roles"][":base UNet"]["reasons"]
-    assert reasons == {"replacement patch attn2": steps}
+    sample(compiled, "tiny_sd15")
+
+    def scaled(patcher, factor):
+        patched = patcher.clone()
+        patched.set_model_attn2_replace(lambda q, k, v, options: q * factor, "middle", 0)
+        return patched
+
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=1, retired=0):
+        for factor in (0.5, 0.5, -2.0):  # one function: the first call of its graph is checked, later ones are not
+            assert_same(sample(scaled(compiled, factor), "tiny_sd15"), sample(scaled(model, factor), "tiny_sd15"))
+        assert_same(sample(compiled, "tiny_sd15"), sample(model, "tiny_sd15"))
+    assert totals.eager_calls == before
 
 
 def test_patches_between_regions_leave_every_region_compiled(load, sample, registry):
