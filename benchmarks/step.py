@@ -1,8 +1,9 @@
 """One denoising step, eager against compiled, at sizes the graphs have and have not seen.
 
-    python benchmarks/step.py --comfyui CHECKOUT [--backend inductor] [--dtype float16] NAME ...
+    python benchmarks/step.py --comfyui CHECKOUT [--backend inductor] [--dtype float16] [--image-prompt] NAME ...
 
-Both variants run in one process on the same weights; times are medians of pipelined calls.
+Both variants run in one process on the same weights; times are medians of pipelined calls. With --image-prompt each
+cross-attention of a UNet is replaced by a patch, as IP-Adapter replaces it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--image-prompt", action="store_true")
     parser.add_argument("names", nargs="+", choices=SIZES)
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
@@ -64,6 +66,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
           f"{'compiles':>8} {'relative error':>14}")  # fmt: skip
     for batch, height, width, tokens in SIZES[name]:
         inputs = models.step_inputs(patcher.model, name, batch, height, width, tokens)
+        inputs["transformer_options"] = image_prompt() if options.image_prompt else {}
         before = totals.compiles
         reference = call(patcher, inputs)
         sync()
@@ -89,7 +92,7 @@ def call(patcher, inputs: dict) -> torch.Tensor:
     model = patcher.patch_model(load_weights=False)
     try:
         with torch.inference_mode():
-            return model.apply_model(**{**inputs, "transformer_options": {}})
+            return model.apply_model(**fresh(inputs))
     finally:
         patcher.unpatch_model(unpatch_weights=False)
 
@@ -104,12 +107,32 @@ def timed(patcher, inputs: dict, repeats: int) -> float:
                 sync()
                 start = time.perf_counter()
                 for _ in range(repeats // 5):
-                    model.apply_model(**{**inputs, "transformer_options": {}})
+                    model.apply_model(**fresh(inputs))
                 sync()
                 rounds.append((time.perf_counter() - start) / (repeats // 5) * 1e3)
             return statistics.median(rounds)
     finally:
         patcher.unpatch_model(unpatch_weights=False)
+
+
+def fresh(inputs: dict) -> dict:
+    """The model writes into the options it is given."""
+    return {**inputs, "transformer_options": dict(inputs["transformer_options"])}
+
+
+def image_prompt() -> dict:
+    """Return options in which every block attends to the tokens of a picture beside those of the text."""
+    from comfy.ldm.modules.attention import optimized_attention
+
+    tokens: dict[int, torch.Tensor] = {}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict) -> torch.Tensor:
+        picture = tokens.setdefault(q.shape[-1], torch.randn(1, 4, q.shape[-1], dtype=q.dtype, device=q.device))
+        picture, heads = picture.expand(len(q), -1, -1), options["n_heads"]
+        return optimized_attention(q, k, v, heads) + 0.5 * optimized_attention(q, picture, picture, heads)
+
+    blocks = [("middle", 0), *((place, number) for place in ("input", "output") for number in range(12))]
+    return {"patches_replace": {"attn2": {(*block, index): attend for block in blocks for index in range(10)}}}
 
 
 def sync() -> None:

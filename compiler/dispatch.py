@@ -21,7 +21,7 @@ from torch import nn
 
 from .counters import Counters
 from .fingerprint import region_code
-from .graph import MEMORY_FORMATS
+from .graph import MEMORY_FORMATS, GraphSpec
 from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
 from .patches import PatchFailed, WrongOutput, calling
@@ -175,11 +175,11 @@ class RegionForward:
             return run(plan, weights, tensors)
         except torch.cuda.OutOfMemoryError:
             raise
+        except PatchFailed as failed:
+            return self._after_patch(failed, spec, lambda: self._kind.cls.forward(module, *args, **kwargs))
         except Exception as error:
             if spec.mutated:
                 raise  # the inputs may be half written
-            if isinstance(error, PatchFailed):
-                return self._after_patch(error, lambda: self._kind.cls.forward(module, *args, **kwargs))
             self._retire(plan, f"{type(error).__name__}: {error}")
             return self._kind.cls.forward(module, *args, **kwargs)
 
@@ -192,9 +192,9 @@ class RegionForward:
 
         return run
 
-    def _after_patch(self, failed: PatchFailed, eager: Callable[[], Any]) -> Any:
+    def _after_patch(self, failed: PatchFailed, spec: GraphSpec, eager: Callable[[], Any]) -> Any:
         """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
-        if not isinstance(failed.error, WrongOutput):
+        if not isinstance(failed.error, WrongOutput) or spec.mutated:
             raise failed.error
         self._counters.add_eager(str(failed.error))
         return eager()
@@ -306,7 +306,7 @@ class RegionForward:
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
-            return self._after_patch(failed, eager)
+            return self._after_patch(failed, spec, eager)
         except Exception as raised:  # a graph that cannot run is a graph that is wrong
             error = f"{type(raised).__name__}: {raised}"
         theirs = eager()

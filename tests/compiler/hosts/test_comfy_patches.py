@@ -1,0 +1,133 @@
+"""Attention patches of ComfyUI inside of graphs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.hosts import comfy as host
+from compiled_graphs.compiler.hosts.comfy_patches import HOOKS, hooks_of, patch_call, patch_names, traced_options
+from compiled_graphs.compiler.signature import parse
+
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
+"""Relative error of a sampled latent; GPUs sample in half precision."""
+LITERALS = frozenset({"n_heads", "dim_head", "attn_precision", *HOOKS})
+
+
+def first(q, k, v, options):
+    return q
+
+
+def options(block=("input", 4), **patches):
+    replaced = {name: patches.pop(name) for name in ("attn1", "attn2") if name in patches}
+    return {"block": block, "patches": patches, "patches_replace": replaced, "sigmas": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "hooks"),
+    [
+        ({}, ""),
+        ({"attn2": {("input", 4): first}}, "attn2:*"),
+        ({"attn2": {("input", 4, 1): first, ("input", 4, 0): first, ("input", 7, 9): first}}, "attn2:0,1"),
+        ({"attn2": {("input", 4): first, ("input", 4, 1): first}}, "attn2:*"),
+        ({"attn2": {("output", 4): first}}, ""),
+        ({"attn1": {("input", 4): first}, "attn2": {("input", 4, 0): first}}, "attn1:*;attn2:0"),
+        ({"middle_patch": [first], "attn1_output_patch": []}, "middle_patch"),
+        ({"input_block_patch": [first]}, ""),
+    ],
+)
+def test_hooks_are_those_that_the_block_will_look_up(given, hooks):
+    assert hooks_of(options(**given), LITERALS) == hooks
+    assert hooks_of(options(**given), frozenset({"attn2"})) == "", "another block's code"
+
+
+def test_the_function_for_one_transformer_comes_before_that_for_all():
+    given = options(attn2={("input", 4): lambda *a: "all", ("input", 4, 1): lambda *a: "one"})
+    call = patch_call(given, (2, 320, 8, 12))
+    assert [call("attn2", {"block_index": n}, None, None, None) for n in (0, 1)] == ["all", "one"]
+
+
+def test_a_patch_sees_the_options_of_the_call_and_of_the_block():
+    seen = {}
+    given = options(middle_patch=[lambda x, extra: seen.update(extra) or x + 1, lambda x, extra: x * 2])
+    assert patch_call(given, (2, 320, 8, 12))("middle_patch", {"n_heads": 8}, 3) == 8
+    assert seen.keys() == {"block", "sigmas", "n_heads", "activations_shape"}
+    assert seen["activations_shape"] == [2, 320, 8, 12]
+    assert seen["block"] == ("input", 4)
+
+
+def test_functions_are_told_apart_by_name():
+    assert patch_names(options(attn2={("input", 4): first}), "attn2:*") == {f"{__name__}.first"}
+
+
+@pytest.mark.parametrize("hooks", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
+def test_hooks_of_a_file_that_make_no_sense_are_refused(hooks):
+    with pytest.raises(ValueError):  # noqa: PT011  int() and we
+        traced_options({}, hooks)
+    structure, _ = parse(json.dumps([["dict", []], ["transformer_options"], hooks]))
+    assert structure.hooks == hooks
+
+
+@pytest.fixture
+def compiled(load, registry):
+    model = load("tiny_sd15")
+    return model, host.compile_model(model, host.Request("eager"))[0]
+
+
+def replaced(patcher, function, kind="attn2"):
+    clone = patcher.clone()
+    getattr(clone, f"set_model_{kind}_replace")(function, "middle", 0)
+    return clone
+
+
+def same(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item() <= BOUND
+
+
+def test_another_function_is_checked_before_its_results_are_used(compiled, sample):
+    model, fast = compiled
+    steps = {"steps": 3}
+
+    def one(q, k, v, options):
+        return q * 0.5
+
+    def other(q, k, v, options):
+        return q * 2
+
+    for function in (one, other):
+        with totals.expect(verifications=1 + (function is one) * 3, retired=0):  # the plain graphs too, the first time
+            assert same(sample(replaced(fast, function), "tiny_sd15", **steps),
+                        sample(replaced(model, function), "tiny_sd15", **steps))  # fmt: skip
+        with totals.expect(verifications=0):
+            sample(replaced(fast, function), "tiny_sd15", **steps)
+
+
+def test_what_a_patch_raises_is_raised_as_it_is_and_the_graph_stays(compiled, sample):
+    model, fast = compiled
+    function = lambda q, k, v, options: q * 0.5  # noqa: E731
+    sample(replaced(fast, function), "tiny_sd15")
+
+    def failing(q, k, v, options):
+        raise ZeroDivisionError("a patch's own")
+
+    with totals.expect(retired=0):
+        with pytest.raises(ZeroDivisionError, match="a patch's own"):
+            sample(replaced(fast, failing), "tiny_sd15")
+        assert same(sample(replaced(fast, function), "tiny_sd15"), sample(replaced(model, function), "tiny_sd15"))
+
+
+def test_a_patch_that_gives_another_dtype_runs_uncompiled_and_is_named(compiled, sample):
+    model, fast = compiled
+    before = totals.eager_calls.copy()
+
+    def wide(q, k, v, options):
+        return q.double()
+
+    with pytest.raises(RuntimeError) as theirs:  # the next layer refuses it
+        sample(replaced(model, wide), "tiny_sd15")
+    with totals.expect(retired=0), pytest.raises(RuntimeError) as ours:
+        sample(replaced(fast, wide), "tiny_sd15")
+    assert str(ours.value) == str(theirs.value)
+    assert "patch attn2 changes the shape or dtype" in totals.eager_calls - before
