@@ -8,6 +8,7 @@ compiled calls in each cell written there: docs/compatibility.md shows it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from functools import cache
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfy.ldm.modules import attention
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts import comfy as host
 from compiled_graphs.compiler.registry import Registry
@@ -24,6 +26,10 @@ BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
 BACKEND = os.environ.get("COMPILED_GRAPHS_BACKEND", "eager")
 CELLS = [(column, row) for column in COLUMNS for row in ROWS if column in row.columns]
+LIMITS = (
+    frozenset() if "_override" in inspect.getsource(attention) else {"sizes outside of what the graph was traced for"}
+)
+"""Where attention cannot be an operator, a CPU's is traced with the sizes of its chunks."""
 COVERAGE: dict[str, dict[str, float]] = {}
 
 
@@ -91,7 +97,7 @@ def test_cell(name, row, column, sample):
             assert relative(draw(sample, name, row, patched_before, row.values[1]), expected[1]) <= BOUND
         eager = totals.eager_calls - before
         COVERAGE.setdefault(row.name, {})[name] = 1 - eager.total() / (totals.calls - calls)
-        assert set(eager) == row.eager
+        assert set(eager) - LIMITS == row.eager
         if row.change is not unchanged:
             calls, before = totals.calls, totals.eager_calls.copy()
             assert relative(draw(sample, name, row, fast, row.values[0]), plain) <= BOUND
