@@ -31,6 +31,10 @@ class Counters:
     """Graphs that such a comparison rejected."""
     calls: int = 0
     """Region calls, compiled or eager."""
+    recordings: int = 0
+    """Whole calls of a network that were recorded as CUDA graphs."""
+    replays: int = 0
+    """Calls of a network that were replayed from one; their region calls are not counted."""
     seconds: float = 0.0
     """Time spent tracing, compiling and loading."""
     eager_calls: Counter[str] = field(default_factory=Counter)

@@ -26,7 +26,7 @@ from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
 from .patches import PatchFailed, WrongOutput, calling
 from .registry import GraphEntry
-from .signature import STATIC_TYPES, TENSOR_TYPES, Structure, Unsupported, bind, forward_signature, read
+from .signature import TENSOR_TYPES, Structure, Unsupported, bind, describe, forward_signature, read
 from .skeleton import tensor_slots
 from .verify import disagreement
 
@@ -178,8 +178,8 @@ class RegionForward:
         except PatchFailed as failed:
             return self._after_patch(failed, spec, lambda: self._kind.cls.forward(module, *args, **kwargs))
         except Exception as error:
-            if spec.mutated:
-                raise  # the inputs may be half written
+            if spec.mutated or _is_recording(self._kind.device):
+                raise  # the inputs may be half written, or it is the recording that is at fault
             self._retire(plan, f"{type(error).__name__}: {error}")
             return self._kind.cls.forward(module, *args, **kwargs)
 
@@ -204,8 +204,8 @@ class RegionForward:
         context = self._host.context_arguments
         places = self._kind.context_places
         token = (
-            tuple([None if i in places else _describe(value, tensors) for i, value in enumerate(args)]),
-            tuple([(name, name in context or _describe(value, tensors)) for name, value in kwargs.items()]),
+            tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
+            tuple([(name, name in context or describe(value, tensors)) for name, value in kwargs.items()]),
             _repeats(tensors),
             hooks,
         )
@@ -346,25 +346,12 @@ def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> No
             raise Unsupported("an input that is written to and shares memory with another")
 
 
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-
-
-def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a hashable that is equal for values one plan can serve, and collect the tensors."""
-    kind = type(value)
-    if kind in TENSOR_TYPES:
-        tensors.append(value)
-        return value.shape, value.stride(), value.dtype, value.device
-    if kind in (tuple, list):
-        return kind, *[_describe(item, tensors) for item in value]
-    if kind is dict:
-        return kind, *[(key, _describe(item, tensors)) for key, item in value.items()]
-    if isinstance(value, torch.Tensor):
-        raise Unsupported(f"a tensor of type {kind.__name__}")
-    if not isinstance(value, STATIC_TYPES):
-        raise Unsupported(f"an argument of type {kind.__name__}")
-    return kind, value
 
 
 def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:

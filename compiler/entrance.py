@@ -22,6 +22,7 @@ from .dispatch import eagerly
 
 if TYPE_CHECKING:
     from .model import CompiledModel
+    from .recordings import Recordings
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class Entrance:
         """What somebody else had put in the method's place, or None for the class's own."""
         self.compiled: CompiledModel | None = None
         """What it was installed with, for those who hold only the network."""
+        self.recordings: Recordings | None = None
+        """If set, serves calls that repeat without Python."""
         self.on_call: Callable[[], None] = lambda: None
         self._running = threading.local()
         self._forwards: list[tuple[weakref.ref, Callable]] = []
@@ -49,11 +52,18 @@ class Entrance:
         outer = self.running_call()
         self._running.call = (args, kwargs)
         self.on_call()
+        try:
+            if self.recordings is not None:
+                return self.recordings.serve(self._call_compiled, args, kwargs)
+            return self._call_compiled(*args, **kwargs)
+        finally:
+            self._running.call = outer
+
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         installed = self._install_forwards()
         try:
             return self._enter(*args, **kwargs)
         finally:
-            self._running.call = outer
             for attributes, before in installed:
                 attributes.pop("forward")
                 attributes.update(before)

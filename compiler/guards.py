@@ -149,3 +149,34 @@ class WeightGuard:
             return weight
         # A LoRA puts back contiguous weights where the model had channels_last ones.
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
+
+
+class TensorGuard:
+    """Whether all tensors of a network lie where they lay, and its own attributes are what they were."""
+
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        self._attributes = network.__dict__
+        self._values = self._current_values()
+        self._slots = [slot for _, slot in tensor_slots(network)]
+        tensors = self._current()
+        self._is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
+        self._identities = list(map(id, tensors))
+        self._pointers = list(map(torch.Tensor.data_ptr, tensors)) if self._is_usable else []
+        # Of a tensor that is gone, identity and address can be another's.
+        self._gone: list[weakref.ref] = []
+        self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
+
+    def holds(self) -> bool:
+        """Return whether nothing has moved. Never true if a tensor was not on the device to begin with."""
+        if not self._is_usable or self._gone or self._current_values() != self._values:
+            return False
+        tensors = self._current()
+        if list(map(id, tensors)) != self._identities:
+            return False
+        return list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+
+    def _current(self) -> list[torch.Tensor | None]:
+        return list(starmap(dict.get, self._slots))
+
+    def _current_values(self) -> dict[str, int]:
+        return {name: id(value) for name, value in self._attributes.items()}

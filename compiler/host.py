@@ -79,6 +79,14 @@ class Host:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
 
+    def unrepeatable(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+        """Return why a recorded call of the network may not stand for one with these context arguments, or None.
+
+        `literals` are the string constants of the network's code. A host that can tell also weighs whether a
+        recording pays: the second call of a kind is recorded.
+        """
+        return "a host that does not say what its calls depend on"
+
     def hook_acts(self, hook: Callable) -> bool:
         """Whether a hook on a module inside a region does anything in this call."""
         return True

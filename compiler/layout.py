@@ -19,8 +19,13 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def input_format(module: nn.Module, shape: Sequence[int], device: torch.device) -> str:
     """Return the memory format, by its name in a file, in which a region's graph takes an input of this shape."""
-    has_convolutions = any(p.ndim == 4 for p in module.parameters())
-    return "channels_last" if len(shape) == 4 and has_convolutions and device.type == "cuda" else "contiguous"
+    if len(shape) != 4 or device.type != "cuda":
+        return "contiguous"
+    # Those without convolutions stand between those that have them, and normalise by groups as they do.
+    has_maps = any(p.ndim == 4 for p in module.parameters()) or any(
+        isinstance(m, nn.GroupNorm) for m in module.modules()
+    )
+    return "channels_last" if has_maps else "contiguous"
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,26 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
     return Call(arguments, context)
 
 
+def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a hashable that is equal for arguments alike down to sizes and strides, and collect the tensors.
+
+    Raises Unsupported at a value that no key can hold.
+    """
+    kind = type(value)
+    if kind in TENSOR_TYPES:
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device
+    if kind in (tuple, list):
+        return kind, *[describe(item, tensors) for item in value]
+    if kind is dict:
+        return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
+    if isinstance(value, torch.Tensor):
+        raise Unsupported(f"a tensor of type {kind.__name__}")
+    if not isinstance(value, STATIC_TYPES):
+        raise Unsupported(f"an argument of type {kind.__name__}")
+    return kind, value
+
+
 def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
     """Call the `forward` of a module's class with arguments and context as `bind` gave them."""
     signature = forward_signature(type(module))

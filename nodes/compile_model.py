@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..compiler.backends import NAMES
@@ -25,7 +26,7 @@ class CompileModel:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         return {
             "required": {"model": ("MODEL", {"tooltip": "The diffusion model to compile."})},
-            "optional": {"backend": sockets.backend(), "verify": sockets.VERIFY},
+            "optional": {"backend": sockets.backend(), "verify": sockets.VERIFY, "cuda_graphs": sockets.CUDA_GRAPHS},
             "hidden": sockets.HIDDEN,
         }
 
@@ -38,6 +39,7 @@ class CompileModel:
         model: Any,
         backend: str = NAMES[0],
         verify: bool = True,
+        cuda_graphs: bool = True,
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
@@ -45,6 +47,7 @@ class CompileModel:
         """Return the compiled clone, and the text the node shows."""
         from ..compiler.hosts.comfy import compile_model
 
-        compiled, text = compile_model(model, messages.request(backend, verify, unique_id, prompt, extra_pnginfo))
+        request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)
+        compiled, text = compile_model(model, replace(request, record=cuda_graphs))
         messages.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (compiled,)}

@@ -120,6 +120,7 @@ class LoadGraph:
                 "vae": ("VAE", {"tooltip": "The VAE to put the graphs into."}),
                 "backend": sockets.backend(),
                 "control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to put the graphs into."}),
+                "cuda_graphs": sockets.CUDA_GRAPHS,
             },
             "hidden": sockets.HIDDEN,
         }
@@ -142,6 +143,7 @@ class LoadGraph:
         vae: Any = None,
         backend: str = NAMES[0],
         control_net: Any = None,
+        cuda_graphs: bool = True,
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
@@ -163,6 +165,7 @@ class LoadGraph:
                 graphs=graphs,
                 listed=listed,
                 source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
+                record=cuda_graphs,
             )
 
         if model is not None:

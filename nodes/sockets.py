@@ -19,6 +19,16 @@ VERIFY = (
     },
 )
 
+CUDA_GRAPHS = (
+    "BOOLEAN",
+    {
+        "default": True,
+        "tooltip": "On NVIDIA GPUs, record a step once per image size and replay it: fast also where the CPU is slow. "
+        "Patched models, weights that do not fit the GPU and fewer than 8 steps run without. Needs the memory of a "
+        "step while sampling.",
+    },
+)
+
 
 class _Any(str):
     """A socket type that equals every other, as ComfyUI compares them."""

@@ -33,6 +33,7 @@ from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..patches import PatchCall
 from ..probe import ModelCall
+from ..recordings import Recordings, recordable
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
@@ -48,6 +49,10 @@ _OURS = frozenset({"entrance.Entrance", "entrance.CodingEntrance"})
 _BOOKKEEPING = frozenset(
     {"block", "block_index", "activations_shape", "original_shape", "transformer_index", "patches", "patches_replace"}
 )
+
+_STEPS_WORTH_RECORDING = 8
+"""A recording takes as long as two or three calls, once in each sampling."""
+_RECORDINGS_KEY = "compiled_graphs.recordings"
 
 
 class ComfyHost(Host):
@@ -109,6 +114,18 @@ class ComfyHost(Host):
                 return f"transformer option {name}"
         return None
 
+    def unrepeatable(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+        """Within a sampling of enough steps, what no patch, wrapper or option that the network looks up can change."""
+        options = context.get("transformer_options") or {}
+        sigmas = options.get("sample_sigmas")
+        if sigmas is None or len(sigmas) - 1 < _STEPS_WORTH_RECORDING:
+            return "too few steps"
+        if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
+            return "a patch"
+        if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
+            return "a wrapper of the network"
+        return self.reaches(context, literals)
+
     def check_cancelled(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
@@ -159,6 +176,8 @@ class Request:
     """From a file whose graphs cannot be loaded: compiled here, at once."""
     source: str = ""
     """What people call the file."""
+    record: bool = True
+    """Whether steps that repeat may be replayed as CUDA graphs."""
 
 
 def warm_up(backend: str = "auto") -> None:
@@ -191,6 +210,8 @@ def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]
     kind = _network_kind(clone.model)
     call = comfy_calls.sampling_call(clone, HOST)
     text = _install(clone, network, "diffusion_model.", {"forward": call}, patcher.load_device, kind, request)
+    if request.record and graphs_in_use(clone) is not None:
+        _record_steps(clone, network, "diffusion_model.")
     return (clone if graphs_in_use(clone) is not None else patcher), text
 
 
@@ -320,6 +341,25 @@ def _install(
     return text()
 
 
+def _record_steps(clone: Any, network: nn.Module, prefix: str) -> None:
+    """Let the steps of a sampling be recorded and replayed, where nobody else has a hand in the network.
+
+    Recordings end with the sampling (`CallbacksMP.ON_CLEANUP`): ComfyUI counts their memory as free. A core
+    without that callback (before 2025) gets none.
+    """
+    entrance = clone.object_patches[f"{prefix}forward"]
+    compiled = entrance.compiled
+    others = [name for name in clone.object_patches if name.startswith(prefix) and name != f"{prefix}forward"]
+    if not hasattr(clone, "add_callback_with_key") or not recordable(compiled.device):
+        return
+    if entrance.inner is not None or others or not type(network).__module__.startswith("comfy."):
+        return
+    if any(is_torch_compiled(module) for module in network.modules()):
+        return
+    entrance.recordings = Recordings(network, HOST, compiled.counters, compiled.device)
+    clone.add_callback_with_key("on_cleanup", _RECORDINGS_KEY, entrance.recordings.forget)
+
+
 def _current_call(entrances: Iterable[Entrance]) -> Callable[[], ModelCall | None]:
     """Return what finds the running call. It must not keep the entrances, which keep what it is given to."""
     references = [weakref.ref(entrance) for entrance in entrances]
@@ -420,6 +460,8 @@ def _clone(patcher: Any) -> Any:
     # Newer cores stream weights behind a model's back unless a clone asks them not to.
     options = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(patcher.clone).parameters else {}
     clone = patcher.clone(**options)
+    if hasattr(clone, "remove_callbacks_with_key"):
+        clone.remove_callbacks_with_key("on_cleanup", _RECORDINGS_KEY)
     for name, patch in list(clone.object_patches.items()):
         if _is_ours(patch):
             del clone.object_patches[name]

@@ -1,0 +1,204 @@
+"""Whole calls of a network, recorded on the GPU once per size and replayed.
+
+A step of a diffusion model is a thousand small kernels, and Python issues them more slowly than a fast GPU runs
+them. A CUDA graph issues all of them at once. It also freezes what Python decided while it was recorded, and
+every address: so a call is replayed only while the network, its weights and everything its code can look up are
+what they were, and a recording lives no longer than one sampling, since memory that it holds looks free to others.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .counters import Counters, totals
+from .fingerprint import region_code
+from .guards import Changed, ModuleGuard, TensorGuard
+from .host import Host
+from .signature import Unsupported, describe, forward_signature
+from .verify import disagreement
+
+log = logging.getLogger(__name__)
+
+MAX_RECORDINGS = 4
+"""Sizes that are recorded at once. All recordings of a network share their working memory."""
+
+
+class Recording(Protocol):
+    """A call that has been recorded."""
+
+    def replay(self) -> None:
+        """Do again, to the same addresses, what was recorded."""
+        ...
+
+
+Record = Callable[[Callable[[], Any], Any], tuple[Recording, Any]]
+"""Records a call into a pool of memory; returns the recording, and the call's result, filled by each replay."""
+
+
+def recordable(device: torch.device) -> bool:
+    """Whether calls on a device can be recorded as CUDA graphs."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def record_on_gpu(call: Callable[[], Any], pool: Any) -> tuple[Recording, Any]:
+    """Record a call as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads (previews, downloads of weights) may go on allocating.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = call()
+    return graph, result
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    recording: Recording
+    inputs: list[torch.Tensor]
+    result: Any
+
+    def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
+        torch._foreach_copy_(self.inputs, list(tensors))
+        self.recording.replay()
+        return pytree.tree_map_only(torch.Tensor, torch.clone, self.result)
+
+
+class Recordings:
+    """Serves the calls of one network: as they come, or from a recording."""
+
+    def __init__(
+        self, network: nn.Module, host: Host, counters: Counters, device: torch.device, record: Record = record_on_gpu
+    ) -> None:
+        self._network = weakref.ref(network)
+        self._host = host
+        self._counters = counters
+        self._device = device
+        self._record = record
+        names = forward_signature(type(network)).parameters
+        self._context_places = {i: name for i, name in enumerate(names) if name in host.context_arguments}
+        self._literals = region_code(network, host).literals
+        self._modules = ModuleGuard(network, host)
+        self._tensors: TensorGuard | None = None
+        """From the first call on that could be recorded."""
+        self._calls: dict[Any, _Recorded | str | None] = {}
+        """By a call's arguments: a recording, why there is none, or that such a call ran undisturbed once."""
+        self._proven: set[Any] = set()
+        """Arguments whose recording gave what the call gave, in this sampling or an earlier one."""
+        self._pool: Any = None
+        self._retired = 0
+
+    def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call, made or replayed."""
+        try:
+            key, tensors = self._read(args, kwargs)
+            self._modules.check()
+        except (Unsupported, Changed):
+            self.forget()
+            return call(*args, **kwargs)
+        if self._calls and not self._is_unchanged():
+            self.forget()
+        known = self._calls.get(key, self)
+        if isinstance(known, _Recorded):
+            self._counters.add("replays")
+            return known.replay(tensors)
+        if known is self:
+            return self._call_first(key, call, args, kwargs)
+        if known is None:
+            return self._call_recorded(key, call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def forget(self, *_: Any) -> None:
+        """Drop all recordings, and the memory they work in."""
+        self._calls.clear()
+        self._tensors = self._pool = None
+
+    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+        """Return what tells this call from others, and its tensors. Raises Unsupported if it is not to be recorded."""
+        names = self._host.context_arguments
+        context = {name: args[i] for i, name in self._context_places.items() if i < len(args)}
+        context |= {name: kwargs[name] for name in names & kwargs.keys()}
+        if reason := self._host.unrepeatable(context, self._literals):
+            raise Unsupported(reason)
+        tensors: list[torch.Tensor] = []
+        places = self._context_places
+        key = (
+            tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
+            tuple([(name, name in names or describe(value, tensors)) for name, value in kwargs.items()]),
+        )
+        if any(t.device != self._device for t in tensors):
+            raise Unsupported("an input on another device")
+        return key, tensors
+
+    def _is_unchanged(self) -> bool:
+        return totals.retired == self._retired and self._tensors is not None and self._tensors.holds()
+
+    def _call_first(self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Make a call of a new size, and remember it if nothing in it happened for the first time or eagerly."""
+        disturbances = self._disturbances()
+        result = call(*args, **kwargs)
+        if self._disturbances() == disturbances:
+            if len(self._calls) >= MAX_RECORDINGS:
+                self.forget()
+            self._calls[key] = None
+            self._tensors = self._tensors or TensorGuard(self._network(), self._device)
+            self._retired = totals.retired
+        return result
+
+    def _disturbances(self) -> tuple[float, ...]:
+        counts = self._counters
+        return counts.compiles, counts.verifications, counts.retired, counts.eager_calls.total()
+
+    def _call_recorded(self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call, and keep a recording of it if that gives the same."""
+        expected = None if key in self._proven else call(*args, **kwargs)
+        try:
+            recorded, result = self._recorded(call, args, kwargs)
+            error = None if expected is None else disagreement(_tensors(result), _tensors(expected))
+        except Exception as raised:  # code that waits for the GPU, too little memory: it can still be called
+            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        if error is None:
+            self._counters.add("recordings")
+            self._proven.add(key)
+            self._calls[key] = recorded
+            return result
+        log.info("Steps of %s run without a CUDA graph: %s", type(self._network()).__name__, error)
+        self._calls[key] = error
+        return call(*args, **kwargs) if expected is None else expected
+
+    def _recorded(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Recorded, Any]:
+        names = self._host.context_arguments
+        inputs: list[torch.Tensor] = []
+
+        def own(value: Any) -> Any:
+            with torch.inference_mode(False):  # so that any mode may fill it
+                inputs.append(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device))
+            inputs[-1].copy_(value)
+            return inputs[-1]
+
+        places = self._context_places
+        args = tuple([_copy(v) if i in places else _map_tensors(own, v) for i, v in enumerate(args)])
+        kwargs = {name: _copy(v) if name in names else _map_tensors(own, v) for name, v in kwargs.items()}
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
+        recording, result = self._record(lambda: call(*args, **kwargs), self._pool)
+        recorded = _Recorded(recording, inputs, result)
+        return recorded, recorded.replay([t.clone() for t in inputs])
+
+
+def _map_tensors(function: Callable, value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def _copy(context: Any) -> Any:
+    """Networks write to their context; a recorded call writes to one of its own."""
+    return dict(context) if isinstance(context, dict) else context
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

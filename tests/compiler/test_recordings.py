@@ -1,0 +1,351 @@
+"""Calls of a network, recorded and replayed. A stand-in repeats what a GPU would, on any machine."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from compiled_graphs.compiler.counters import Counters, totals
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.recordings import MAX_RECORDINGS, Recordings, recordable
+from torch import nn
+
+GPU = torch.device("cuda") if torch.cuda.is_available() else None
+on_gpu = pytest.mark.skipif(GPU is None, reason="no GPU")
+
+
+class Network(nn.Module):
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.inner = nn.Linear(4, 4, device=device)
+        self.strength = 1.0
+
+    def forward(self, x, time=None, control=None, options=None):
+        CALLS.append(x.shape)
+        x = self.inner(x) * self.strength
+        x = x if time is None else x + time[:, None]
+        for residual in (control or {}).get("output", ()):
+            x = x + residual
+        return x
+
+
+CALLS: list = []
+"""One item for each time that Python ran the network."""
+
+
+class Options(Host):
+    context_arguments = frozenset({"options"})
+
+    def unrepeatable(self, context, literals):
+        return (context.get("options") or {}).get("reason")
+
+
+class Repeated:
+    """Does on replay what a CUDA graph does: the same operators on the same addresses."""
+
+    def __init__(self, call, result):
+        self.call, self.result = call, result
+
+    def replay(self):
+        before = len(CALLS)
+        with torch.inference_mode():
+            self.result.copy_(self.call())
+        del CALLS[before:]
+
+
+def repeat(call, pool):
+    result = call()
+    return Repeated(call, result), result
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    CALLS.clear()
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def network():
+    return Network()
+
+
+def serving(network, record=repeat, device="cpu"):
+    return Recordings(network, Options(), Counters(), torch.device(device), record)
+
+
+def python_calls(recordings, network, *args, **kwargs):
+    """Call and compare with eager; return how many times Python ran the network for it."""
+    expected = network(*args, **kwargs)
+    CALLS.clear()
+    torch.testing.assert_close(recordings.serve(network, args, kwargs), expected)
+    return len(CALLS)
+
+
+def replayed(recordings, network, *args, **kwargs):
+    return [python_calls(recordings, network, *args, **kwargs) for _ in range(3)][-1] == 0
+
+
+def x(batch=2):
+    return torch.randn(batch, 4)
+
+
+def test_the_third_call_of_a_kind_is_replayed_with_its_own_inputs(network):
+    recordings = serving(network)
+    assert [python_calls(recordings, network, x(), time=torch.randn(2)) for _ in range(5)] == [1, 2, 0, 0, 0]
+    assert (recordings._counters.recordings, recordings._counters.replays) == (1, 3)
+
+
+def test_a_result_is_not_overwritten_by_the_next(network):
+    recordings = serving(network)
+    inputs = [x() for _ in range(4)]
+    results = [recordings.serve(network, (item,), {}) for item in inputs]
+    for item, result in zip(inputs, results, strict=True):
+        torch.testing.assert_close(result, network(item))
+
+
+def test_tensors_in_containers_are_inputs_too(network):
+    recordings = serving(network)
+    for _ in range(4):
+        python_calls(recordings, network, x(), control={"output": [torch.randn(2, 4), torch.randn(2, 4)]})
+    assert recordings._counters.replays == 2
+
+
+def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
+    recordings = serving(network)
+    for batch in range(1, MAX_RECORDINGS + 1):
+        assert replayed(recordings, network, x(batch))
+    assert python_calls(recordings, network, x(1)) == 0
+    assert replayed(recordings, network, x(MAX_RECORDINGS + 1))
+    assert python_calls(recordings, network, x(1)) == 1
+
+
+def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_recordings(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x(), options={})
+    assert python_calls(recordings, network, x(), options={"reason": "a patch"}) == 1
+    assert python_calls(recordings, network, x(), options={}) == 1
+
+
+def test_a_plain_host_vouches_for_nothing():
+    assert Host().unrepeatable({}, frozenset())
+
+
+def change_weight(network):
+    network.inner.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def move_weight(network):
+    network.inner.weight.data = torch.randn(4, 4)
+
+
+def hook(network):
+    network.inner.register_forward_hook(lambda module, args, output: output + 1)
+
+
+def replace_forward(network):
+    network.inner.forward = lambda x: x + 1
+
+
+def replace_module(network):
+    network.inner = nn.Linear(4, 4)
+
+
+def set_attribute(network):
+    network.strength = 2.0
+
+
+def patch_method(network):
+    network._inner_method = lambda: None
+
+
+@pytest.mark.parametrize(
+    "change", [change_weight, move_weight, hook, replace_forward, replace_module, set_attribute, patch_method]
+)
+def test_what_changes_in_a_network_is_seen_by_the_next_call(change, network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    change(network)
+    assert python_calls(recordings, network, x()) == 1
+
+
+@pytest.mark.parametrize("change", [change_weight, move_weight, set_attribute])
+def test_a_network_that_stays_changed_is_recorded_anew(change, network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    change(network)
+    assert replayed(recordings, network, x())
+
+
+@pytest.mark.parametrize("change", [hook, replace_forward, replace_module])
+def test_code_of_others_in_a_network_is_never_recorded(change, network):
+    recordings = serving(network)
+    change(network)
+    assert not replayed(recordings, network, x())
+
+
+def test_a_weight_that_is_gone_is_noticed_even_if_another_takes_its_place(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    network.inner._parameters["weight"] = None
+    gc.collect()
+    assert not recordings._tensors.holds()
+
+
+def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
+    network.inner.bias = nn.Parameter(torch.empty(4, device="meta"))
+    recordings = serving(network)
+    for _ in range(3):
+        recordings.serve(lambda x: x, (x(),), {})
+    assert recordings._counters.recordings == 0
+
+
+def test_calls_in_which_something_was_compiled_checked_or_eager_do_not_count(network):
+    recordings = serving(network)
+
+    def disturbed(*args):
+        recordings._counters.add_eager("a reason")
+        return network(*args)
+
+    for _ in range(3):
+        recordings.serve(disturbed, (x(),), {})
+    assert recordings._counters.recordings == 0
+
+
+def test_a_graph_retired_elsewhere_ends_recordings(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    totals.retired += 1
+    try:
+        assert python_calls(recordings, network, x()) == 1
+    finally:
+        totals.retired -= 1
+
+
+def test_a_recording_that_gives_another_result_is_not_used(network):
+    def record_wrongly(call, pool):
+        result = call()
+        return Repeated(lambda: call() + 1, result), result
+
+    recordings = serving(network, record_wrongly)
+    assert [python_calls(recordings, network, x()) for _ in range(4)] == [1, 2, 1, 1]
+
+
+def test_a_call_that_cannot_be_recorded_is_made_and_not_tried_again(network):
+    attempts = []
+
+    def fail(call, pool):
+        attempts.append(call)
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+    recordings = serving(network, fail)
+    assert [python_calls(recordings, network, x()) for _ in range(4)] == [1, 1, 1, 1]
+    assert len(attempts) == 1
+
+
+def test_once_right_a_kind_of_call_is_not_compared_again(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    recordings.forget()
+    assert [python_calls(recordings, network, x()) for _ in range(3)] == [1, 1, 0]
+
+
+def test_a_proven_kind_that_cannot_be_recorded_any_more_is_called(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    recordings.forget()
+    recordings._record = lambda call, pool: 1 / 0
+    assert [python_calls(recordings, network, x()) for _ in range(3)] == [1, 1, 1]
+
+
+def test_a_recorded_call_writes_to_a_context_of_its_own(network):
+    recordings = serving(network)
+    options = {}
+
+    def write(x, options):
+        options["block"] = len(options)
+        return network(x)
+
+    for _ in range(3):
+        recordings.serve(write, (x(),), {"options": options})
+    assert options == {"block": 1}  # by the calls; the recorded one had a copy
+
+
+def test_forgetting_drops_what_a_recording_holds(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    held = weakref.ref(next(iter(recordings._calls.values())).inputs[0])
+    recordings.forget()
+    gc.collect()
+    assert held() is None
+
+
+def test_the_recordings_do_not_keep_the_network(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    recordings.forget()
+    CALLS.clear()
+    reference = weakref.ref(network)
+    del network
+    # The fixture holds it, but nothing of ours may: its own dictionary is all that is kept.
+    assert not any(value is reference() for value in vars(recordings).values())
+
+
+def test_inputs_of_inference_mode_and_without_it(network):
+    recordings = serving(network)
+    with torch.inference_mode():
+        assert replayed(recordings, network, x())
+    assert python_calls(recordings, network, x()) == 0
+
+
+def test_only_cuda_records():
+    assert not recordable(torch.device("cpu"))
+
+
+@on_gpu
+def test_a_cuda_graph_follows_inputs_and_weights():
+    network = Network(GPU)
+    device = network.inner.weight.device
+    recordings = Recordings(network, Options(), Counters(), device)
+    for _ in range(3):
+        item = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(recordings.serve(network, (item,), {}), network(item))
+    assert recordings._counters.replays == 1
+    network.inner.weight.mul_(2)
+    item = torch.randn(2, 4, device=device)
+    torch.testing.assert_close(recordings.serve(network, (item,), {}), network(item))
+    assert recordings._counters.replays == 2
+
+
+@on_gpu
+def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_still_runs():
+    network = Network(GPU)
+    device = network.inner.weight.device
+    recordings = Recordings(network, Options(), Counters(), device)
+
+    def waiting(item):
+        return network(item) * item.sum().item()
+
+    for _ in range(4):
+        item = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(recordings.serve(waiting, (item,), {}), waiting(item))
+    assert recordings._counters.recordings == 0
+    assert (torch.ones(3, device=device) * 2).sum().item() == 6
+
+
+@on_gpu
+def test_memory_of_recordings_comes_back():
+    network = Network(GPU)
+    device = network.inner.weight.device
+    recordings = Recordings(network, Options(), Counters(), device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(3):
+        recordings.serve(network, (torch.randn(1 << 20, 4, device=device),), {})
+    assert recordings._counters.replays == 1
+    recordings.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
