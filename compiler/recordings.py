@@ -8,6 +8,8 @@ what they were, and a recording lives no longer than one sampling, since memory 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +51,47 @@ def recordable(device: torch.device) -> bool:
 
 
 def record_on_gpu(call: Callable[[], Any], pool: Any) -> tuple[Recording, Any]:
-    """Record a call as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (previews, downloads of weights) may go on allocating.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = call()
+    """Record a call as a CUDA graph. Raises what the call raises, or what CUDA says of code that cannot be recorded."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what lies idle elsewhere cannot be worked in
+    collects = gc.isenabled()
+    gc.disable()  # freeing other graphs is not allowed meanwhile
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads (previews, loading) may go on allocating.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                result = call()
+            finally:
+                graph.capture_end()
+    except BaseException:
+        _end_failed_capture(pool)
+        raise
+    finally:
+        if collects:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)
     return graph, result
+
+
+def _end_failed_capture(pool: Any) -> None:
+    """Tell the allocator and the random number generator that a capture is over.
+
+    `CUDAGraph.capture_end` leaves both in it where CUDA refuses to end the capture; the generator would then
+    refuse to draw numbers. A capture that succeeds sets it right.
+    """
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    number = torch.zeros(1, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        number.add_(1)
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,12 @@ class ExportedRegion:
 class _PureRegion(nn.Module):
     """f(weights, inputs). The region is hidden from Module registration, so nothing of it is a constant."""
 
-    def __init__(self, region: nn.Module, structure: Structure, context: dict[str, Any]) -> None:
+    def __init__(self, region: nn.Module, structure: Structure, context: dict[str, Any], has_maps: bool) -> None:
         super().__init__()
-        object.__setattr__(self, "hidden", (region, structure, context))
+        object.__setattr__(self, "hidden", (region, structure, context, has_maps))
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, structure, context = self.hidden
+        region, structure, context, has_maps = self.hidden
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
@@ -113,7 +113,8 @@ class _PureRegion(nn.Module):
         # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.
         if spec != structure.spec or any(leaf is not old for leaf, old in zip(leaves, structure.flat(inputs))):
             raise Unsupported("a region that writes to a list or dictionary it is given")
-        return result
+        # Some blocks end by making their map contiguous, which the next would have to undo.
+        return pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
 
 
 def export_region(variant: Variant, host: Host) -> ExportedRegion:
@@ -137,7 +138,7 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
         ]
     context = {name: host.stand_in(name, literals, variant.structure.hooks) for name in variant.structure.context}
-    pure = _PureRegion(twin, variant.structure, context)
+    pure = _PureRegion(twin, variant.structure, context, has_maps="channels_last" in formats)
     auto = torch.export.Dim.AUTO
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]
     with torch.no_grad():

@@ -320,7 +320,7 @@ def test_a_cuda_graph_follows_inputs_and_weights():
 
 
 @on_gpu
-def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_still_runs():
+def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behind():
     network = Network(GPU)
     device = network.inner.weight.device
     recordings = Recordings(network, Options(), Counters(), device)
@@ -328,11 +328,42 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_still_runs():
     def waiting(item):
         return network(item) * item.sum().item()
 
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    stream = torch.cuda.current_stream()
     for _ in range(4):
-        item = torch.randn(2, 4, device=device)
+        item = torch.ones(2, 4, device=device)
         torch.testing.assert_close(recordings.serve(waiting, (item,), {}), waiting(item))
     assert recordings._counters.recordings == 0
-    assert (torch.ones(3, device=device) * 2).sum().item() == 6
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(1 << 20, device=device).std().item() == pytest.approx(1, abs=0.01)
+    recordings.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (2 << 20)
+    for _ in range(3):
+        item = torch.randn(2, 4, device=device)
+        torch.testing.assert_close(recordings.serve(network, (item,), {"time": None}), network(item))
+    assert recordings._counters.replays == 1
+
+
+@on_gpu
+def test_random_numbers_go_on_as_they_would_have():
+    network = Network(GPU)
+    device = network.inner.weight.device
+    recordings = Recordings(network, Options(), Counters(), device)
+    item = torch.ones(2, 4, device=device)
+
+    def draws(call):
+        torch.manual_seed(3)
+        numbers = []
+        for _ in range(4):
+            call()
+            numbers.append(torch.randn(3, device=device))
+        return torch.stack(numbers)
+
+    torch.testing.assert_close(draws(lambda: recordings.serve(network, (item,), {})), draws(lambda: network(item)))
+    assert recordings._counters.replays == 2
 
 
 @on_gpu
