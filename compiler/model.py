@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .backends.base import Backend
+from .background import Background
 from .counters import Counters, totals
 from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
 from .environment import environment
@@ -98,7 +99,9 @@ class CompiledModel:
         current_call: Callable[[], ModelCall | None] = lambda: None,
         verify: bool = True,
         on_change: Callable[[], None] = lambda: None,
+        background: Background | None = None,
     ) -> None:
+        """With a `background`, structures that turn up run eagerly until it has compiled them."""
         self.counters = Counters(parent=totals)
         self._model = weakref.ref(model)
         self._device = device
@@ -109,6 +112,7 @@ class CompiledModel:
         self._kinds: dict[str, RegionKind] = {}
         self._verify = verify
         self._on_change = on_change
+        self._background = background
         self._fingerprints: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._compiled: list[str] = []
@@ -127,6 +131,11 @@ class CompiledModel:
     def backend(self) -> str:
         """Name of the backend that its graphs are for."""
         return self._backend.name
+
+    @property
+    def background(self) -> Background | None:
+        """Where it compiles while it runs, if it does."""
+        return self._background
 
     @property
     def pending(self) -> int:
@@ -192,7 +201,7 @@ class CompiledModel:
         variants = [variant for identity in listed if (variant := self._variant_like(identity))]
         for done, variant in enumerate(variants):
             if self._has_room(variant):
-                self._host.check_cancelled()
+                self._check_cancelled()
                 on_progress(self._provide(variant, done, len(variants)))
 
     def graphs(self) -> list[CompiledGraph]:
@@ -214,7 +223,7 @@ class CompiledModel:
         self.counters.add("seconds", time.perf_counter() - start)
         variants = [variant for variant in variants if self._is_missing(variant)]
         for done, variant in enumerate(variants):
-            self._host.check_cancelled()
+            self._check_cancelled()
             on_progress(self._provide(variant, done, len(variants)))
 
     def summary(self) -> Summary:
@@ -332,11 +341,29 @@ class CompiledModel:
             log.debug("%s", variant.region, exc_info=error)
         return Progress(done + 1, total, variant.region, source, time.perf_counter() - start, reason)
 
+    def _check_cancelled(self) -> None:
+        """Let the host cancel, unless this goes on beside it: asking can answer for somebody else's prompt."""
+        if self._background is None:
+            self._host.check_cancelled()
+
     def _learn(self, kind: RegionKind, structure: Structure) -> str | None:
-        """Serve a structure met in a running call, or return why it stays eager."""
+        """Serve a structure met in a running call, or return why it stays eager. Raises Unsupported if that may end."""
         call = self._current_call()
         if call is None:
             return "a kind of call that was not foreseen"
+        if self._background is None:
+            return self._learn_now(kind, structure, call)
+        self._background.submit((kind.fingerprint, structure.text), partial(self._learn_later, kind, structure, call))
+        raise Unsupported("compiling in the background")
+
+    def _learn_later(self, kind: RegionKind, structure: Structure, call: ModelCall) -> None:
+        if self._model() is None or structure.text in kind.graphs or structure.text in kind.refusals:
+            return
+        if reason := self._learn_now(kind, structure, call):
+            kind.refuse(structure.text, reason)
+            self._on_change()
+
+    def _learn_now(self, kind: RegionKind, structure: Structure, call: ModelCall) -> str | None:
         self._describe_all()  # what has made one region another may have changed others, not called since
         try:
             variants = self._registry.run("probe", lambda: self._wanted(call))
@@ -348,7 +375,7 @@ class CompiledModel:
             variants += [variant for variant in alike if variant][:1]
         for variant in variants:
             if self._is_missing(variant) and variant.structure.text not in self._kinds[variant.fingerprint].refusals:
-                self._host.check_cancelled()
+                self._check_cancelled()
                 self._provide(variant)
         self._on_change()
         if structure.text in kind.graphs or structure.text in kind.refusals:

@@ -26,7 +26,12 @@ class CompileModel:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         return {
             "required": {"model": ("MODEL", {"tooltip": "The diffusion model to compile."})},
-            "optional": {"backend": sockets.backend(), "verify": sockets.VERIFY, "cuda_graphs": sockets.CUDA_GRAPHS},
+            "optional": {
+                "backend": sockets.backend(),
+                "verify": sockets.VERIFY,
+                "cuda_graphs": sockets.CUDA_GRAPHS,
+                "when": sockets.WHEN,
+            },
             "hidden": sockets.HIDDEN,
         }
 
@@ -40,6 +45,7 @@ class CompileModel:
         backend: str = NAMES[0],
         verify: bool = True,
         cuda_graphs: bool = True,
+        when: str = sockets.BEFORE,
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
@@ -48,6 +54,8 @@ class CompileModel:
         from ..compiler.hosts.comfy import compile_model
 
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)
-        compiled, text = compile_model(model, replace(request, record=cuda_graphs))
+        compiled, text = compile_model(
+            model, replace(request, record=cuda_graphs, background=when == sockets.IN_BACKGROUND)
+        )
         messages.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (compiled,)}

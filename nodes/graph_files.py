@@ -184,8 +184,9 @@ class LoadGraph:
 
 def _graphs_of(thing: Any, compile_thing: Any) -> tuple[list[CompiledGraph], list[str]]:
     """Return the graphs that a model, a VAE or a ControlNet uses, compiled now if need be, and what to tell of that."""
-    from ..compiler.hosts.comfy import graphs_in_use, patcher_of
+    from ..compiler.hosts.comfy import finish, graphs_in_use, patcher_of
 
+    finish(patcher_of(thing))
     if graphs := graphs_in_use(patcher_of(thing)):
         return graphs, []
     compiled, text = compile_thing(thing)

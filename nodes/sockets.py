@@ -19,6 +19,16 @@ VERIFY = (
     },
 )
 
+BEFORE, IN_BACKGROUND = "before sampling", "in background"
+WHEN = (
+    [BEFORE, IN_BACKGROUND],
+    {
+        "default": BEFORE,
+        "tooltip": "before sampling: the node compiles what is missing and shows how far it is. in background: "
+        "sampling begins at once, and each block becomes fast when its graph is ready.",
+    },
+)
+
 CUDA_GRAPHS = (
     "BOOLEAN",
     {

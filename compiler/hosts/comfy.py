@@ -25,6 +25,7 @@ from torch import nn
 
 from ..attention import opaque_attention, opaque_map_attention, register_operator
 from ..backends import choose_backend
+from ..background import Background
 from ..entrance import CodingEntrance, Entrance
 from ..fingerprint import fingerprint
 from ..graph import CompiledGraph, GraphIdentity
@@ -176,6 +177,8 @@ class Request:
     """From a file whose graphs cannot be loaded: compiled here, at once."""
     source: str = ""
     """What people call the file."""
+    background: bool = False
+    """Whether to compile while the model runs, block by block, and not before."""
     record: bool = True
     """Whether steps that repeat may be replayed as CUDA graphs."""
 
@@ -268,12 +271,22 @@ def patcher_of(thing: Any) -> Any:
 
 
 def graphs_in_use(patcher: Any) -> list[CompiledGraph] | None:
-    """Return the graphs that a compiled ModelPatcher uses, or None if it is not compiled."""
-    if patcher is None:
-        return None
-    found = (getattr(patch, "compiled", None) for patch in patcher.object_patches.values())
-    compiled = next((model for model in found if model is not None), None)
+    """Return the graphs that a compiled ModelPatcher uses so far, or None if it is not compiled."""
+    compiled = _compiled(patcher)
     return None if compiled is None else compiled.graphs()
+
+
+def finish(patcher: Any) -> None:
+    """Wait until what a ModelPatcher compiles in the background is done. The person can cancel."""
+    compiled = _compiled(patcher)
+    if compiled is not None and compiled.background is not None:
+        compiled.background.wait(HOST.check_cancelled)
+
+
+def _compiled(patcher: Any) -> CompiledModel | None:
+    patches = patcher.object_patches.values() if patcher is not None else ()
+    found = (getattr(patch, "compiled", None) for patch in patches)
+    return next((model for model in found if model is not None), None)
 
 
 def _install(
@@ -313,21 +326,26 @@ def _install(
         _current_call(entrances),
         request.verify,
         lambda: request.on_change(text()),
+        Background(lambda: request.on_change(text())) if request.background else None,
     )
 
     def text() -> str:
         summary = compiled.summary()
         told = loaded_text(summary, request.source) if request.source else summary_text(summary)
-        return "\n".join([told, *refused]) + left
+        goes_on = compiled.background is not None and compiled.background.is_busy
+        return "\n".join([told, *refused, *(["compiling in the background"] if goes_on else [])]) + left
 
     refused = compiled.load(request.graphs)
-    compiled.compile_listed([*request.graphs, *request.listed], _progress(request.node_id))
-    for method, call in calls.items() if compiled.summary().waiting else ():
-        try:
-            compiled.prepare(call, _progress(request.node_id), method)
-        except CannotCallAhead as reason:
-            name = type(network).__name__
-            log.info("%s is compiled when it first runs; it cannot be called ahead of it: %s", name, reason)
+    listed = [*request.graphs, *request.listed]
+    if compiled.background is None:
+        _compile(compiled, listed, calls, _progress(request.node_id))
+    else:
+
+        def report(progress: Progress) -> None:
+            _log_progress(progress)
+            request.on_change(text())
+
+        compiled.background.submit("ahead", lambda: _compile(compiled, listed, calls, report))
     forwards = compiled.forwards()
     for entrance in entrances:
         entrance.compiled = compiled
@@ -339,6 +357,21 @@ def _install(
         _tidy_after(entrance, network, entrance.method)
     entrances[0].on_call()
     return text()
+
+
+def _compile(
+    compiled: CompiledModel,
+    listed: Sequence[GraphIdentity],
+    calls: Mapping[str, ModelCall],
+    on_progress: Callable[[Progress], None],
+) -> None:
+    """Compile what a file lists and what the calls will use."""
+    compiled.compile_listed(listed, on_progress)
+    for method, call in calls.items() if compiled.summary().waiting else ():
+        try:
+            compiled.prepare(call, on_progress, method)
+        except CannotCallAhead as reason:
+            log.info("A model is compiled when it first runs; it cannot be called ahead of it: %s", reason)
 
 
 def _record_steps(clone: Any, network: nn.Module, prefix: str) -> None:
@@ -532,8 +565,12 @@ def _progress(node_id: str) -> Callable[[Progress], None]:
             options = {"node_id": node_id} if takes_node else {}
             bars.append(comfy.utils.ProgressBar(progress.total, **options))
         bars[0].update_absolute(progress.done, progress.total)
-        log.info(
-            "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
-        )
+        _log_progress(progress)
 
     return report
+
+
+def _log_progress(progress: Progress) -> None:
+    log.info(
+        "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
+    )

@@ -1,0 +1,63 @@
+"""Work that goes on while a model runs: one job after another, on a thread that ends when there are none left."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """Jobs by name; one that waits or runs already is not taken again."""
+
+    def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
+        """`on_idle` is called on the thread whenever no job is left."""
+        self._on_idle = on_idle
+        self._jobs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, name: Hashable, job: Callable[[], None]) -> None:
+        """Have a job done later. What it raises is logged."""
+        with self._lock:
+            if name in self._jobs:
+                return
+            self._jobs[name] = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="compile in background", daemon=True)
+                self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job waits or runs."""
+        return bool(self._jobs)
+
+    def wait(self, check: Callable[[], None] = lambda: None, every: float = 0.1) -> None:
+        """Return when all jobs are done. `check` is called meanwhile, and what it raises ends the waiting."""
+        while self.is_busy:
+            check()
+            time.sleep(every)
+
+    def _work(self) -> None:
+        while (item := self._next()) is not None:
+            name, job = item
+            try:
+                job()
+            except Exception as error:  # a thread has nobody to raise to
+                log.warning("Compiling in the background failed: %s: %s", type(error).__name__, error)
+                log.debug("Compiling in the background failed", exc_info=error)
+            finally:
+                with self._lock:
+                    self._jobs.pop(name)
+        self._on_idle()
+
+    def _next(self) -> tuple[Hashable, Callable[[], None]] | None:
+        with self._lock:
+            if not self._jobs:
+                self._thread = None
+                return None
+            return next(iter(self._jobs.items()))

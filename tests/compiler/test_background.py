@@ -1,0 +1,76 @@
+"""Work that goes on while a model runs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from compiled_graphs.compiler.background import Background
+
+
+@pytest.fixture
+def held():
+    """A background whose first job waits for an event; the event."""
+    background, event = Background(), threading.Event()
+    background.submit("held", lambda: event.wait(10))
+    yield background, event
+    event.set()
+    background.wait(every=0.001)
+
+
+def test_jobs_run_one_after_another_in_order(held):
+    background, event = held
+    done = []
+    for number in range(3):
+        background.submit(number, lambda number=number: done.append(number))
+    assert done == []
+    event.set()
+    background.wait(every=0.001)
+    assert done == [0, 1, 2]
+
+
+def test_a_job_that_waits_or_runs_is_not_taken_twice(held):
+    background, event = held
+    done = []
+    background.submit("held", lambda: done.append("held again"))
+    background.submit("one", lambda: done.append("one"))
+    background.submit("one", lambda: done.append("one again"))
+    event.set()
+    background.wait(every=0.001)
+    assert done == ["one"]
+
+
+def test_a_job_may_be_submitted_again_when_it_is_done():
+    background, done = Background(), []
+    for _ in range(2):
+        background.submit("one", lambda: done.append(1))
+        background.wait(every=0.001)
+    assert done == [1, 1]
+
+
+def test_a_job_that_fails_does_not_stop_the_next(held, caplog):
+    background, event = held
+    done = []
+    background.submit("bad", lambda: 1 / 0)
+    background.submit("good", lambda: done.append(1))
+    event.set()
+    background.wait(every=0.001)
+    assert done == [1]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_waiting_can_be_cancelled(held):
+    background, _ = held
+    with pytest.raises(KeyboardInterrupt):
+        background.wait(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert background.is_busy
+
+
+def test_the_thread_ends_when_nothing_is_left():
+    background = Background()
+    background.submit("one", lambda: None)
+    background.wait(every=0.001)
+    for thread in threading.enumerate():
+        if thread.name == "compile in background":
+            thread.join(5)
+    assert background._thread is None
