@@ -6,10 +6,13 @@ counted here, once, and a count travels up: a role's counters add to the totals 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+_LOCK = threading.Lock()
 
 
 @dataclass
@@ -42,7 +45,8 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a count here and in every parent."""
-        setattr(self, name, getattr(self, name) + amount)
+        with _LOCK:
+            setattr(self, name, getattr(self, name) + amount)
         if self.parent is not None:
             self.parent.add(name, amount)
 

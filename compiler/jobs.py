@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,7 +37,7 @@ class CompileJobs:
         Raises CompileTimeout past `limit` seconds, and at once while an earlier job still hangs: two
         compilers in one process are not safe.
         """
-        limit = _limit() if limit is None else limit
+        limit = compile_limit() if limit is None else limit
         with self._turn:
             if self._stuck and self._stuck[0].is_alive():
                 raise CompileTimeout(f"the compiler still hangs on {self._stuck[1]}; restart to compile again")
@@ -57,7 +60,42 @@ def _settle(job: Callable[[], Any], outcome: dict[str, Any]) -> None:
         outcome["error"] = error
 
 
-def _limit() -> float:
+def side_by_side(jobs: Iterable[Callable[[], T]], count: int, check: Callable[[], None] = lambda: None) -> Iterator[T]:
+    """Yield the results of jobs that do not raise, as they come, from this many threads.
+
+    `check` is called meanwhile. What it raises, or an end of the iteration, lets running jobs finish unheard and the
+    others be; threads do not keep the process from ending.
+    """
+    waiting = deque(jobs)
+    results: SimpleQueue[T] = SimpleQueue()
+
+    def work() -> None:
+        while True:
+            try:
+                job = waiting.popleft()
+            except IndexError:
+                return
+            results.put(job())
+
+    total = len(waiting)
+    for number in range(min(count, total)):
+        threading.Thread(target=work, name=f"side by side {number}", daemon=True).start()
+    try:
+        for _ in range(total):
+            yield _wait_for(results, check)
+    finally:
+        waiting.clear()
+
+
+def _wait_for(results: SimpleQueue[T], check: Callable[[], None]) -> T:
+    while True:
+        check()
+        with suppress(Empty):
+            return results.get(timeout=0.1)
+
+
+def compile_limit() -> float:
+    """Return the seconds that one region may take; COMPILED_GRAPHS_COMPILE_LIMIT sets others."""
     try:
         return float(os.environ.get("COMPILED_GRAPHS_COMPILE_LIMIT", DEFAULT_LIMIT))
     except ValueError:

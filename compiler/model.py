@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -23,9 +23,10 @@ from .fingerprint import fingerprint
 from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
 from .host import Host
+from .jobs import side_by_side
 from .probe import ModelCall, wanted_variants
 from .region import Region
-from .registry import Registry
+from .registry import Place, Registry
 from .signature import Structure, Unsupported
 from .trace import Variant
 
@@ -202,7 +203,7 @@ class CompiledModel:
         for done, variant in enumerate(variants):
             if self._has_room(variant):
                 self._check_cancelled()
-                on_progress(self._provide(variant, done, len(variants)))
+                on_progress(replace(self._provide(variant, self._place), done=done + 1, total=len(variants)))
 
     def graphs(self) -> list[CompiledGraph]:
         """Return the graphs in use, each once."""
@@ -221,10 +222,8 @@ class CompiledModel:
         except Exception as error:
             raise CannotCallAhead(_one_line(error)) from error
         self.counters.add("seconds", time.perf_counter() - start)
-        variants = [variant for variant in variants if self._is_missing(variant)]
-        for done, variant in enumerate(variants):
-            self._check_cancelled()
-            on_progress(self._provide(variant, done, len(variants)))
+        for progress in self._provide_all([variant for variant in variants if self._is_missing(variant)]):
+            on_progress(progress)
 
     def summary(self) -> Summary:
         """Return how things stand now."""
@@ -325,12 +324,35 @@ class CompiledModel:
             log.warning("A graph of %s that a file lists makes no sense here: %s.", path, error)
             return None
 
-    def _provide(self, variant: Variant, done: int = 0, total: int = 1) -> Progress:
+    def _provide_all(self, variants: list[Variant]) -> Iterator[Progress]:
+        """Provide graphs, side by side in worker processes if that is sooner; the host may cancel in between."""
+        workers = self._registry.workers
+        if workers is not None and workers.pay(self._registry.missing(variants, self._backend)):
+            place = Place.WORKER if self._background is None else Place.WORKER_ONLY
+            jobs = [partial(self._provide, variant, place) for variant in variants]
+            provided = side_by_side(jobs, workers.count, self._check_cancelled)
+        else:  # on this thread: tracing must not go on after a cancellation
+            provided = map(self._provide_uncancelled, variants)
+        start, counted = time.perf_counter(), self.counters.seconds
+        for done, progress in enumerate(provided):
+            yield replace(progress, done=done + 1, total=len(variants))
+        uncounted = time.perf_counter() - start - (self.counters.seconds - counted)
+        self.counters.add("seconds", max(0.0, uncounted))
+
+    def _provide_uncancelled(self, variant: Variant) -> Progress:
+        self._check_cancelled()
+        return self._provide(variant, self._place)
+
+    @property
+    def _place(self) -> Place:
+        return Place.HERE if self._background is None else Place.WORKER_ONLY
+
+    def _provide(self, variant: Variant, place: Place) -> Progress:
         kind = self._kinds[variant.fingerprint]
         start = time.perf_counter()
         reason = ""
         try:
-            entry, source = self._registry.obtain(variant, self._backend, self._host, self.counters)
+            entry, source = self._registry.obtain(variant, self._backend, self._host, self.counters, place)
             kind.serve(variant.structure.text, entry)
             if source == "compiled":
                 self._compiled.append(variant.region)
@@ -339,7 +361,7 @@ class CompiledModel:
             kind.refuse(variant.structure.text, reason)
             log.warning("%s stays eager: %s", variant.region, reason)
             log.debug("%s", variant.region, exc_info=error)
-        return Progress(done + 1, total, variant.region, source, time.perf_counter() - start, reason)
+        return Progress(1, 1, variant.region, source, time.perf_counter() - start, reason)
 
     def _check_cancelled(self) -> None:
         """Let the host cancel, unless this goes on beside it: asking can answer for somebody else's prompt."""
@@ -376,7 +398,7 @@ class CompiledModel:
         for variant in variants:
             if self._is_missing(variant) and variant.structure.text not in self._kinds[variant.fingerprint].refusals:
                 self._check_cancelled()
-                self._provide(variant)
+                self._provide(variant, self._place)
         self._on_change()
         if structure.text in kind.graphs or structure.text in kind.refusals:
             return None

@@ -11,9 +11,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -22,12 +23,13 @@ from . import attention, patches
 from .backends.base import Backend
 from .counters import Counters, totals
 from .environment import environment
-from .graph import CompiledGraph
+from .graph import CompiledGraph, Executable, GraphSpec
 from .graph_file import StoredGraph
 from .host import Host
 from .jobs import CompileJobs
 from .signature import graph_key
 from .trace import Variant, export_region
+from .workers import WorkerError, Workers
 
 if TYPE_CHECKING:
     from .model import CompiledModel
@@ -46,6 +48,10 @@ class Store(Protocol):
     def get(self, key: str) -> StoredGraph | None: ...
 
     def put(self, graph: StoredGraph) -> bool: ...
+
+    def keys(self) -> set[str]:
+        """Return the keys of all graphs, or of none if the place cannot be listed."""
+        ...
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
         """While it is held, no other process is compiling this key, as far as the store can tell."""
@@ -71,11 +77,40 @@ class Role:
     model: Callable[[], CompiledModel | None]
 
 
+class Place(Enum):
+    """Where a graph that is nowhere yet is to be compiled."""
+
+    HERE = "here"
+    WORKER = "worker"
+    """In a worker process, or here if that cannot."""
+    WORKER_ONLY = "worker only"
+    """While a model runs here, tracing in this process would disturb it."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    key: str
+    environment: Mapping[str, str]
+    variant: Variant
+    backend: Backend
+    host: Host
+
+
+def _compile(wanted: _Wanted) -> tuple[GraphSpec, Executable]:
+    exported = export_region(wanted.variant, wanted.host)
+    return exported.spec, wanted.backend.compile(exported)
+
+
 class Registry:
     """Finds, loads and compiles graphs; knows who uses them."""
 
-    def __init__(self, store: Store | None = None, jobs: CompileJobs | None = None) -> None:
+    def __init__(
+        self, store: Store | None = None, jobs: CompileJobs | None = None, workers: Workers | None = None
+    ) -> None:
+        """Without `workers` everything is compiled in this process."""
         self.store = store
+        self.workers = workers
+        self._claims: dict[str, threading.Lock] = {}
         self._jobs = jobs or CompileJobs()
         self._entries: OrderedDict[str, GraphEntry] = OrderedDict()
         self._workflows: OrderedDict[str, dict[str, Role]] = OrderedDict()
@@ -96,18 +131,29 @@ class Registry:
         """Run work that traces or compiles, away from the host's thread and its inference mode."""
         return self._jobs.run(name, job)
 
-    def obtain(self, variant: Variant, backend: Backend, host: Host, counters: Counters) -> tuple[GraphEntry, str]:
+    def missing(self, variants: Iterable[Variant], backend: Backend) -> int:
+        """Return how many of these graphs would have to be compiled."""
+        keys = {self._key(variant, environment(backend, variant.device)) for variant in variants}
+        return len({key for key in keys if self._find(key) is None} - (self.store.keys() if self.store else set()))
+
+    def obtain(
+        self, variant: Variant, backend: Backend, host: Host, counters: Counters, place: Place = Place.HERE
+    ) -> tuple[GraphEntry, str]:
         """Return the graph for a variant and where it came from: "memory", "disk" or "compiled".
 
-        Two callers that want one key get one graph: jobs run one at a time, and each looks again first.
-        Raises what tracing or the backend raises, and CompileTimeout.
+        Two callers that want one key get one graph: the second waits, and looks again first. Raises what tracing
+        or the backend raises, and CompileTimeout; WorkerError if there is only a worker and that cannot.
         """
         fields = environment(backend, variant.device)
-        key = graph_key(variant.fingerprint, variant.structure, variant.sizes, fields)
+        key = self._key(variant, fields)
         if entry := self._find(key):
             counters.add("from_memory")
             return entry, "memory"
-        return self.run(variant.region, lambda: self._load_or_compile(key, fields, variant, backend, host, counters))
+        wanted = _Wanted(key, fields, variant, backend, host)
+        with self._claim(key):
+            if place is Place.HERE:
+                return self.run(variant.region, lambda: self._load_or_compile(wanted, counters))
+            return self._load_or_have_compiled(wanted, counters, place)
 
     def adopt(self, stored: StoredGraph, backend: Backend, counters: Counters) -> GraphEntry:
         """Return the entry for a graph read from a file, loading it unless memory has it.
@@ -147,37 +193,62 @@ class Registry:
         }
         return {"workflows": workflows, "totals": regions | _counts(totals)}
 
-    def _load_or_compile(
-        self,
-        key: str,
-        environment: Mapping[str, str],
-        variant: Variant,
-        backend: Backend,
-        host: Host,
-        counters: Counters,
-    ) -> tuple[GraphEntry, str]:
-        if entry := self._find(key):
+    @staticmethod
+    def _key(variant: Variant, fields: Mapping[str, str]) -> str:
+        return graph_key(variant.fingerprint, variant.structure, variant.sizes, fields)
+
+    def _load_or_compile(self, wanted: _Wanted, counters: Counters) -> tuple[GraphEntry, str]:
+        """Serve a key in this process, on the thread of a job."""
+        start = time.perf_counter()
+        try:
+            return self._found(wanted, counters) or self._compiled(wanted, counters, *_compile(wanted))
+        finally:
+            counters.add("seconds", time.perf_counter() - start)
+
+    def _load_or_have_compiled(self, wanted: _Wanted, counters: Counters, place: Place) -> tuple[GraphEntry, str]:
+        """Serve a key with a worker's help, on any thread. Only what is loaded or compiled here takes turns."""
+        region = wanted.variant.region
+        if found := self.run(region, lambda: self._found(wanted, counters)):
+            return found
+        try:
+            spec, data = self.workers.compile(wanted.variant, wanted.backend.name)
+            executable = self.run(region, lambda: wanted.backend.load(data, spec))
+        except WorkerError as reason:
+            if place is Place.WORKER_ONLY:
+                raise
+            log.info("%s is compiled in this process: %s", region, reason)
+            spec, executable = self.run(region, lambda: _compile(wanted))
+        return self._compiled(wanted, counters, spec, executable)
+
+    @contextmanager
+    def _claim(self, key: str) -> Iterator[None]:
+        """Keep other threads, and other processes with this store, from compiling a graph at the same time."""
+        with self._lock:
+            claim = self._claims.setdefault(key, threading.Lock())
+        with claim, self.store.exclusive(key) if self.store else nullcontext():
+            yield
+
+    def _found(self, wanted: _Wanted, counters: Counters) -> tuple[GraphEntry, str] | None:
+        if entry := self._find(wanted.key):
             counters.add("from_memory")
             return entry, "memory"
         attention.register_operator()
         patches.register_operators()
-        start = time.perf_counter()
-        try:
-            with self.store.exclusive(key) if self.store else nullcontext():
-                if graph := self._load(key, backend):
-                    counters.add("from_disk")
-                    return self._keep(graph), "disk"
-                exported = export_region(variant, host)
-                executable = backend.compile(exported)
-                counters.add("compiles")
-                structure = variant.structure.text
-                graph = CompiledGraph(
-                    key, variant.fingerprint, structure, backend.name, environment, exported.spec, executable
-                )
-                self._put(graph)
-                return self._keep(graph), "compiled"
-        finally:
-            counters.add("seconds", time.perf_counter() - start)
+        if graph := self._load(wanted.key, wanted.backend):
+            counters.add("from_disk")
+            return self._keep(graph), "disk"
+        return None
+
+    def _compiled(
+        self, wanted: _Wanted, counters: Counters, spec: GraphSpec, executable: Executable
+    ) -> tuple[GraphEntry, str]:
+        counters.add("compiles")
+        variant, name = wanted.variant, wanted.backend.name
+        graph = CompiledGraph(
+            wanted.key, variant.fingerprint, variant.structure.text, name, wanted.environment, spec, executable
+        )
+        self._put(graph)
+        return self._keep(graph), "compiled"
 
     def _load(self, key: str, backend: Backend) -> CompiledGraph | None:
         stored = self.store.get(key) if self.store else None
@@ -231,6 +302,8 @@ def _counts(counters: Counters) -> dict[str, Any]:
         "from_file": counters.from_file,
         "reasons": dict(counters.eager_calls),
         "calls": counters.calls,
+        "recordings": counters.recordings,
+        "replays": counters.replays,
         "compiles": counters.compiles,
         "verifications": counters.verifications,
         "retired": counters.retired,

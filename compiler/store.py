@@ -103,6 +103,13 @@ class _Store(ABC):
         """Keep others from compiling a graph at the same time, where that can be done. Not reentrant."""
         return nullcontext()
 
+    def keys(self) -> set[str]:
+        """Return the keys of all graphs, or of none if the place cannot be listed."""
+        try:
+            return {entry.name.removesuffix(SUFFIX) for entry in self.entries()}
+        except OSError:
+            return set()
+
     def entries(self) -> list[StoreEntry]:
         """Return the graph files. Raises OSError if the place cannot be listed."""
         return [file for file in self._files() if file.name.endswith(SUFFIX) and not file.name.startswith(".")]

@@ -39,7 +39,8 @@ from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
 from ..store import StoreError, open_store
-from . import comfy_calls, comfy_patches
+from ..workers import Workers
+from . import comfy_calls, comfy_patches, comfy_worker
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +147,11 @@ def registry() -> Registry:
     The environment variable COMPILED_GRAPHS_STORE names another folder, or an fsspec URL.
     """
     try:
-        return Registry(open_store(os.environ.get("COMPILED_GRAPHS_STORE") or _default_folder()))
+        store = open_store(os.environ.get("COMPILED_GRAPHS_STORE") or _default_folder())
     except StoreError as error:
         log.warning("Compiled graphs go to ComfyUI's user folder, not where COMPILED_GRAPHS_STORE says: %s", error)
-        return Registry(open_store(_default_folder()))
+        store = open_store(_default_folder())
+    return Registry(store, workers=Workers(comfy_worker.setup, HOST))
 
 
 def _default_folder() -> str:
@@ -194,10 +196,15 @@ _WARMED: set[str] = set()
 
 
 def _warm_up(backend: str) -> None:
-    chosen, _ = choose_backend(backend, comfy.model_management.get_torch_device())
-    if chosen is not None:
-        register_operator()
-        chosen.warm_up()
+    device = comfy.model_management.get_torch_device()
+    chosen, _ = choose_backend(backend, device)
+    if chosen is None:
+        return
+    home = registry()
+    if home.workers is not None and home.workers.count > 1 and home.store is not None and not home.store.keys():
+        home.workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
+    register_operator()
+    chosen.warm_up()
 
 
 def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]:
@@ -326,7 +333,7 @@ def _install(
         _current_call(entrances),
         request.verify,
         lambda: request.on_change(text()),
-        Background(lambda: request.on_change(text())) if request.background else None,
+        Background(lambda: request.on_change(text())) if request.background and registry().workers else None,
     )
 
     def text() -> str:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from compiled_graphs.compiler.jobs import CompileJobs, CompileTimeout
+from compiled_graphs.compiler.jobs import CompileJobs, CompileTimeout, side_by_side
 
 
 def test_a_jobs_result_comes_back():
@@ -97,3 +97,41 @@ def test_a_hanging_job_does_not_keep_the_process_alive(hanging):
     with pytest.raises(CompileTimeout):
         CompileJobs().run("slow block", hanging.wait, limit=0.05)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "compile slow block")
+
+
+def test_jobs_side_by_side_give_their_results_as_they_come():
+    first = threading.Event()
+
+    def slow():
+        assert first.wait(10)
+        return "slow"
+
+    results = side_by_side([slow, lambda: first.set() or "fast"], 2)
+    assert list(results) == ["fast", "slow"]
+
+
+def test_one_thread_keeps_the_order():
+    assert list(side_by_side([lambda number=number: number for number in range(5)], 1)) == [0, 1, 2, 3, 4]
+
+
+def test_no_jobs_are_no_threads():
+    before = threading.active_count()
+    assert list(side_by_side([], 4)) == []
+    assert threading.active_count() == before
+
+
+def test_a_check_that_raises_lets_the_jobs_that_wait_be():
+    started, release = [], threading.Event()
+
+    def job():
+        started.append(1)
+        release.wait(10)
+
+    def check():
+        if started:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(side_by_side([job] * 5, 1, check))
+    release.set()
+    assert started == [1]

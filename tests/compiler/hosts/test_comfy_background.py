@@ -10,33 +10,45 @@ import weakref
 import comfy.model_management
 import pytest
 import torch
-from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts import comfy as host
+from compiled_graphs.compiler.hosts import comfy_worker
+from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.workers import WorkerError, Workers
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 WAITING = "compiling in the background"
 
 
+@pytest.fixture(scope="module")
+def worker():
+    """One process for all tests here: it takes seconds to begin."""
+    workers = Workers(comfy_worker.setup, host.HOST, count=1)
+    yield workers
+    workers.stop()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_goes_on():
-    """Counts are of the whole process: what one test began must not end in another."""
-    yield
-    for thread in threading.enumerate():
+def registry(worker, monkeypatch):
+    """A registry of the test's own, whose graphs come from the worker."""
+    registry = Registry(workers=worker)
+    monkeypatch.setattr(host, "registry", lambda: registry)
+    yield registry
+    for thread in threading.enumerate():  # counts are of the whole process: what one test began must not end in another
         if thread.name == "compile in background":
             thread.join(30)
 
 
 @pytest.fixture
-def gate(monkeypatch):
-    """A compiler that waits until the gate is opened."""
-    event, compile_at_once = threading.Event(), EagerBackend.compile
+def gate(worker, monkeypatch):
+    """A worker that waits until the gate is opened."""
+    event, compile_at_once = threading.Event(), worker.compile
 
-    def compile_later(self, exported):
+    def compile_later(variant, backend):
         assert event.wait(30)
-        return compile_at_once(self, exported)
+        return compile_at_once(variant, backend)
 
-    monkeypatch.setattr(EagerBackend, "compile", compile_later)
+    monkeypatch.setattr(worker, "compile", compile_later)
     yield event
     event.set()
 
@@ -58,7 +70,7 @@ def counters(model):
     return model.object_patches["diffusion_model.forward"].compiled.counters
 
 
-def test_the_node_is_done_at_once_and_the_first_prompt_runs_eagerly(gate, model, sample, registry):
+def test_the_node_is_done_at_once_and_the_first_prompt_runs_eagerly(gate, model, sample):
     start = time.perf_counter()
     ours, text = compiled(model)
     assert time.perf_counter() - start < 2
@@ -75,7 +87,7 @@ def test_the_node_is_done_at_once_and_the_first_prompt_runs_eagerly(gate, model,
     assert counters(ours).compiles == 3
 
 
-def test_blocks_change_over_between_two_steps(gate, model, sample, registry):
+def test_blocks_change_over_between_two_steps(gate, model, sample):
     ours, _ = compiled(model)
     seen = []
 
@@ -90,7 +102,7 @@ def test_blocks_change_over_between_two_steps(gate, model, sample, registry):
     assert 0 < seen[0] < seen[1] < seen[2] == seen[5]
 
 
-def test_what_is_in_memory_already_serves_without_a_compile(model, sample, registry):
+def test_what_is_in_memory_already_serves_without_a_compile(model, sample):
     host.compile_model(model, host.Request("eager"))
     with totals.expect(compiles=0):
         ours, _ = compiled(model)
@@ -98,7 +110,7 @@ def test_what_is_in_memory_already_serves_without_a_compile(model, sample, regis
         sample(ours, "tiny_sd15")
 
 
-def test_the_node_is_told_of_each_graph_and_of_the_end(model, registry):
+def test_the_node_is_told_of_each_graph_and_of_the_end(model):
     told = []
     ours, _ = compiled(model, on_change=told.append)
     host.finish(ours)
@@ -110,7 +122,7 @@ def test_the_node_is_told_of_each_graph_and_of_the_end(model, registry):
     assert WAITING not in told[-1]
 
 
-def test_a_stop_that_somebody_asked_of_a_prompt_is_not_taken_from_it(model, registry):
+def test_a_stop_that_somebody_asked_of_a_prompt_is_not_taken_from_it(model):
     comfy.model_management.interrupt_current_processing(True)
     try:
         ours, _ = compiled(model)
@@ -121,14 +133,14 @@ def test_a_stop_that_somebody_asked_of_a_prompt_is_not_taken_from_it(model, regi
         comfy.model_management.interrupt_current_processing(False)
 
 
-def test_waiting_for_it_can_be_cancelled(gate, model, registry):
+def test_waiting_for_it_can_be_cancelled(gate, model):
     ours, _ = compiled(model)
     comfy.model_management.interrupt_current_processing(True)
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         host.finish(ours)
 
 
-def test_two_models_of_one_architecture_compile_once(gate, load, sample, registry):
+def test_two_models_of_one_architecture_compile_once(gate, load, sample):
     first, second = (compiled(load("tiny_sd15"))[0] for _ in range(2))
     with totals.expect(compiles=3):
         gate.set()
@@ -138,7 +150,7 @@ def test_two_models_of_one_architecture_compile_once(gate, load, sample, registr
         assert_same(sample(first, "tiny_sd15"), sample(second, "tiny_sd15"))
 
 
-def test_a_kind_of_call_that_turns_up_is_compiled_behind_it(model, sample, registry):
+def test_a_kind_of_call_that_turns_up_is_compiled_behind_it(model, sample):
     def attend(q, k, v, options):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
@@ -159,18 +171,25 @@ def test_a_kind_of_call_that_turns_up_is_compiled_behind_it(model, sample, regis
     assert counters(ours).eager_calls.total() == before
 
 
-def test_a_compiler_that_fails_leaves_the_reason(model, sample, registry, monkeypatch):
-    def fail(self, exported):
-        raise RuntimeError("no such kernel")
+def test_what_a_worker_cannot_compile_stays_eager_with_the_reason(model, sample, worker, monkeypatch):
+    def fail(variant, backend):
+        raise WorkerError("no such kernel")
 
-    monkeypatch.setattr(EagerBackend, "compile", fail)
+    monkeypatch.setattr(worker, "compile", fail)
     ours, _ = compiled(model)
     host.finish(ours)
     assert_same(sample(ours, "tiny_sd15"), sample(model, "tiny_sd15"))
-    assert set(counters(ours).eager_calls) == {"RuntimeError: no such kernel"}
+    assert set(counters(ours).eager_calls) == {"WorkerError: no such kernel"}
 
 
-def test_a_model_that_is_gone_is_not_kept_for_it(gate, load, registry):
+def test_nothing_is_traced_beside_a_running_model(model, sample, monkeypatch):
+    monkeypatch.setattr("compiled_graphs.compiler.registry.export_region", None)
+    ours, _ = compiled(model)
+    host.finish(ours)
+    assert counters(ours).compiles == 3
+
+
+def test_a_model_that_is_gone_is_not_kept_for_it(gate, load):
     model = load("tiny_sd15")
     ours, _ = compiled(model)
     background = ours.object_patches["diffusion_model.forward"].compiled.background

@@ -1,0 +1,142 @@
+"""What runs in a worker process: regions without weights come in, compiled graphs go out.
+
+A process of its own because tracing and compiling hold Python's lock and torch's global state: beside them a
+model can neither run undisturbed nor can two regions be compiled at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import struct
+import sys
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import attention, patches
+from .backends import BACKENDS
+from .backends.base import Backend
+from .fingerprint import fingerprint
+from .graph import GraphSpec
+from .host import Host
+from .signature import parse
+from .trace import ExportedRegion, Variant, export_region
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What makes a new process like the one that starts it."""
+
+    sys_path: tuple[str, ...]
+    begin: str = ""
+    """`module:function` in this package that imports what the host needs and returns it; a plain Host without."""
+    arguments: bytes = b""
+    """Pickled, for `begin`: what is in it can perhaps be imported only from `sys_path`."""
+    backend: str = ""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One graph that is wanted. Made by `Order.of`, since a module on its way has no weights."""
+
+    variant: Variant
+    structure: str
+    backend: str
+
+    @classmethod
+    def of(cls, variant: Variant, skeleton: nn.Module, backend: str) -> Order:
+        """`skeleton` takes the place of the variant's module. Its structure travels as text, and is read there."""
+        bare = replace(variant, module=skeleton, structure=None)
+        return cls(bare, variant.structure.text, backend)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a worker answers."""
+
+    spec: GraphSpec | None = None
+    executable: bytes = b""
+    error: str = ""
+
+
+def main() -> None:
+    """Answer orders from standard input until it ends, which it does with the process at its other end."""
+    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not print between messages
+    host, setup = Host(), receive(source)
+    try:
+        sys.path[:] = setup.sys_path
+        if setup.begin:
+            module, _, function = setup.begin.partition(":")
+            host = getattr(importlib.import_module(f"{__package__}.{module}"), function)(pickle.loads(setup.arguments))
+        _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
+        send(target, Made())
+    except BaseException as error:  # the answer is all that the other side can see
+        send(target, Made(error=_one_line(error)))
+        return
+    while (order := _next(source, target)) is not None:
+        try:
+            made = _make(order, host)
+        except BaseException as error:
+            made = Made(error=_one_line(error))
+        send(target, made)
+
+
+def receive(source: BinaryIO) -> Any:
+    """Read one message. Raises EOFError when the other side is gone, and what unpickling raises."""
+    head = source.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    data = source.read(_LENGTH.unpack(head)[0])
+    return pickle.loads(data)
+
+
+def send(target: BinaryIO, message: Any) -> None:
+    """Write one message."""
+    data = pickle.dumps(message)
+    target.write(_LENGTH.pack(len(data)) + data)
+    target.flush()
+
+
+def _next(source: BinaryIO, target: BinaryIO) -> Order | None:
+    """Return the next order, answering those whose module cannot be imported here."""
+    while True:
+        try:
+            return receive(source)
+        except EOFError:
+            return None
+        except Exception as error:
+            send(target, Made(error=f"code that another process cannot import ({_one_line(error)})"))
+
+
+def _make(order: Order, host: Host) -> Made:
+    backend = BACKENDS[order.backend]
+    variant = replace(order.variant, structure=parse(order.structure)[0])
+    if fingerprint(variant.module, host) != variant.fingerprint:
+        return Made(error="code that is another one in a process of its own")
+    exported = export_region(variant, host)
+    return Made(exported.spec, backend.compile(exported).to_bytes())
+
+
+def _warm_up(backend: Backend, device: torch.device) -> None:
+    """Pay what a process's first compile costs (imports, 7 to 10 s) before anybody waits for it."""
+    attention.register_operator()
+    patches.register_operators()
+    backend.warm_up()
+    with FakeTensorMode(), torch.no_grad():
+        example = torch.empty(2, 8, device=device)
+        program = torch.export.export(nn.SiLU(), (example,))
+    backend.compile(ExportedRegion(program, GraphSpec("", str(device), (), (), (), (), (), ""))).to_bytes()
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,216 @@
+"""Worker processes: several regions compiled at once, and none of it in the process that makes pictures.
+
+They are started when graphs are missing, or ahead of that while a host loads its checkpoint; they end when idle
+for a while, and with this process, whose end closes their standard input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .graph import GraphSpec
+from .host import Host
+from .jobs import CompileTimeout, compile_limit
+from .skeleton import skeleton
+from .trace import Variant
+from .worker import Made, Order, Setup, receive, send
+
+log = logging.getLogger(__name__)
+
+MOST = 8
+WORTH_BEGINNING = 5
+"""Missing graphs for which processes are started: that takes as long as compiling three or four of them."""
+IDLE = 60.0
+"""Seconds without an order after which processes end."""
+MEMORY = 2 * 2**30
+"""Bytes of main memory, and of a GPU's, that one process may come to use."""
+
+_PACKAGE = __name__.removesuffix(".compiler.workers")
+_BOOT = (
+    "import importlib, sys, types; name, path = sys.argv[1:3]; sys.argv[1:] = []; "
+    "package = types.ModuleType(name); package.__path__ = [path]; sys.modules[name] = package; "
+    "importlib.import_module(name + '.compiler.worker').main()"
+)
+"""The package under its name here, which in ComfyUI is a folder's, without running what imports the host."""
+
+
+class WorkerError(Exception):
+    """A region that no worker process could compile; it may still be compiled in this one."""
+
+
+class _Process:
+    """One worker; used by one thread at a time."""
+
+    def __init__(self, setup: Setup) -> None:
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", _BOOT, _PACKAGE, str(Path(__file__).resolve().parents[1])]
+        flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, creationflags=flags
+        )
+        self._is_ready = False
+        send(self._process.stdin, setup)
+
+    def ask(self, order: Order, limit: float) -> Made:
+        """Return the answer. Raises WorkerError if the process ends, and CompileTimeout after ending it."""
+        expired = threading.Event()
+        timer = threading.Timer(limit, lambda: (expired.set(), self.end()))
+        timer.daemon = True
+        timer.start()
+        try:
+            if not self._is_ready:
+                if begun := receive(self._process.stdout).error:
+                    raise WorkerError(f"a worker process could not begin: {begun}")
+                self._is_ready = True
+            send(self._process.stdin, order)
+            return receive(self._process.stdout)
+        except (EOFError, OSError) as error:
+            if expired.is_set():
+                raise CompileTimeout(f"the compiler took more than {limit:g} s") from None
+            raise WorkerError(f"a worker process ended ({error or 'without a word'})") from None
+        finally:
+            timer.cancel()
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was still to be written
+                pipe.close()
+
+
+class Workers:
+    """A bounded number of processes; threads that want a graph each take one."""
+
+    def __init__(self, setup: Callable[[str, torch.device], Setup], host: Host, count: int | None = None) -> None:
+        """`setup` is asked when the first process starts. Without a `count` it follows from the machine."""
+        self._setup = setup
+        self._host = host
+        self._count = count
+        self._idle: list[_Process] = []
+        self._running = 0
+        self._change = threading.Condition()
+        self._timer: threading.Timer | None = None
+
+    @property
+    def count(self) -> int:
+        """Most processes at a time."""
+        return worker_count() if self._count is None else self._count
+
+    @property
+    def are_warm(self) -> bool:
+        """Whether a process is there already."""
+        return self._running > 0
+
+    def pay(self, missing: int) -> bool:
+        """Whether this many graphs are compiled sooner by several processes, which take a while to begin."""
+        return self.count > 1 and missing >= (2 if self.are_warm else WORTH_BEGINNING)
+
+    def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
+        """Start processes ahead of the orders that will come."""
+        with self._change:
+            for _ in range(min(self.count, wanted) - self._running):
+                self._idle.append(self._begin(backend, device))
+            self._end_when_idle()
+
+    def compile(self, variant: Variant, backend: str) -> tuple[GraphSpec, bytes]:
+        """Have a region compiled; return the graph's contract and the bytes that the backend loads.
+
+        Raises WorkerError if a worker cannot, and CompileTimeout.
+        """
+        twin = skeleton(variant.module, self._host, _without_data)
+        order = Order.of(variant, twin, backend)
+        try:
+            pickle.dumps(order)
+        except Exception as error:  # a block can hold anything
+            raise WorkerError(f"a block that cannot be sent to another process ({type(error).__name__})") from None
+        process = self._take(backend, variant.device)
+        try:
+            made = process.ask(order, compile_limit())
+        except BaseException:
+            self._give_back(None)
+            process.end()
+            raise
+        self._give_back(process)
+        if made.error:
+            raise WorkerError(made.error)
+        return made.spec, made.executable
+
+    def stop(self) -> None:
+        """End the processes that have nothing to do."""
+        with self._change:
+            processes, self._idle = self._idle, []
+            self._running -= len(processes)
+        for process in processes:
+            process.end()
+
+    def _take(self, backend: str, device: torch.device) -> _Process:
+        with self._change:
+            self._stop_timer()
+            while not self._idle and self._running >= max(1, self.count):
+                self._change.wait()
+            return self._idle.pop() if self._idle else self._begin(backend, device)
+
+    def _give_back(self, process: _Process | None) -> None:
+        with self._change:
+            if process is None:
+                self._running -= 1
+            else:
+                self._idle.append(process)
+            self._end_when_idle()
+            self._change.notify()
+
+    def _begin(self, backend: str, device: torch.device) -> _Process:
+        process = _Process(self._setup(backend, device))
+        self._running += 1
+        return process
+
+    def _end_when_idle(self) -> None:
+        self._stop_timer()
+        if len(self._idle) == self._running:
+            self._timer = threading.Timer(IDLE, self.stop)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def worker_count() -> int:
+    """Return how many processes this machine bears: a half of its cores, and what memory allows.
+
+    The environment variable COMPILED_GRAPHS_WORKERS sets another number; 0 compiles in this process.
+    """
+    try:
+        return max(0, int(os.environ["COMPILED_GRAPHS_WORKERS"]))
+    except (KeyError, ValueError):
+        pass
+    limits = [MOST, (os.cpu_count() or 1) // 2]
+    try:
+        import psutil
+
+        limits.append(psutil.virtual_memory().available // MEMORY)
+    except ImportError:
+        pass
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        limits.append(torch.cuda.mem_get_info()[0] // MEMORY)
+    return min(limits)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta

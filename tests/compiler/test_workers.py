@@ -1,0 +1,220 @@
+"""Worker processes that compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_graphs.compiler import workers as workers_module
+from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.jobs import CompileTimeout
+from compiled_graphs.compiler.registry import Place, Registry
+from compiled_graphs.compiler.worker import Setup
+from compiled_graphs.compiler.workers import WorkerError, Workers, worker_count
+from networks import ConvolutionNetwork, variants_of
+from torch import nn
+
+CPU = torch.device("cpu")
+
+
+def setup(backend, device):
+    return Setup(tuple(sys.path), backend=backend, device=str(device))
+
+
+@pytest.fixture(scope="module")
+def workers():
+    workers = Workers(setup, Host(), count=2)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture
+def variant():
+    (variant,) = variants_of(ConvolutionNetwork())
+    return variant
+
+
+def test_a_region_comes_back_as_a_graph_that_gives_eagers_values(workers, variant):
+    registry = Registry(workers=workers)
+    counters = Counters()
+    entry, source = registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY)
+    assert (source, counters.compiles) == ("compiled", 1)
+    region = variant.module
+    inputs = [torch.randn(shape) for shape in variant.hints]
+    weights = [*region.parameters(), *region.buffers()]
+    with torch.no_grad():
+        torch.testing.assert_close(entry.graph(weights, inputs)[0], region(*inputs))
+    assert registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY) == (entry, "memory")
+
+
+def test_its_key_and_contract_are_those_of_a_graph_made_here(workers, variant):
+    there, here = Registry(workers=workers), Registry()
+    made = [
+        registry.obtain(variant, EagerBackend(), Host(), Counters(), place)[0].graph.identity()
+        for registry, place in ((there, Place.WORKER_ONLY), (here, Place.HERE))
+    ]
+    assert made[0] == made[1]
+
+
+def test_no_weights_travel(variant, monkeypatch):
+    sent = []
+    monkeypatch.setattr(workers_module.pickle, "dumps", lambda order: sent.append(order) or b"")
+    workers = Workers(setup, Host(), count=1)
+    monkeypatch.setattr(workers, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        workers.compile(variant, "eager")
+    tensors = [*sent[0].variant.module.parameters(), *sent[0].variant.module.buffers()]
+    assert tensors
+    assert all(t.device.type == "meta" for t in tensors)
+
+
+class LocalBlock(nn.Module):
+    """Of a module that another process cannot import."""
+
+    def forward(self, x):
+        return x
+
+
+def test_code_that_another_process_cannot_import_is_compiled_here_or_stays_eager(workers, variant, monkeypatch):
+    module = types.ModuleType("only_here")
+    module.LocalBlock = LocalBlock
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    monkeypatch.setattr(LocalBlock, "__module__", "only_here")
+    block = LocalBlock()
+    block.weight = nn.Parameter(torch.ones(1))
+    block.function = lambda x: x  # cannot be pickled
+    with pytest.raises(WorkerError, match="cannot be sent"):
+        workers.compile(replace(variant, module=block), "eager")
+    del block.function
+    with pytest.raises(WorkerError, match="cannot import"):
+        workers.compile(replace(variant, module=block), "eager")
+
+
+def test_code_that_differs_there_is_refused(workers, variant):
+    with pytest.raises(WorkerError, match="another one"):
+        workers.compile(replace(variant, fingerprint="0" * 64), "eager")
+
+
+def test_where_a_worker_cannot_this_process_compiles(workers, variant, monkeypatch):
+    def fail(*_):
+        raise WorkerError("no")
+
+    monkeypatch.setattr(workers, "compile", fail)
+    registry, counters = Registry(workers=workers), Counters()
+    assert registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER)[1] == "compiled"
+    with pytest.raises(WorkerError):
+        Registry(workers=workers).obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY)
+
+
+def test_a_process_that_dies_is_replaced(workers, variant):
+    workers.compile(variant, "eager")
+    for process in workers._idle:
+        process._process.kill()
+        process._process.wait()
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="ended"):
+            workers.compile(variant, "eager")
+        if not workers._idle:
+            break
+    assert workers.compile(variant, "eager")
+
+
+def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch):
+    workers = Workers(setup, Host(), count=1)
+    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", "0.2")
+    with pytest.raises(CompileTimeout, match=r"0\.2 s"):
+        workers.compile(variant, "eager")
+    assert not workers.are_warm
+    monkeypatch.delenv("COMPILED_GRAPHS_COMPILE_LIMIT")
+    assert workers.compile(variant, "eager")
+    workers.stop()
+
+
+def test_idle_processes_end(variant, monkeypatch):
+    monkeypatch.setattr(workers_module, "IDLE", 0.1)
+    workers = Workers(setup, Host(), count=1)
+    workers.compile(variant, "eager")
+    deadline = time.monotonic() + 10
+    while workers.are_warm and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not workers.are_warm
+
+
+def test_a_process_ends_with_the_one_that_began_it():
+    code = (
+        "import sys, time, torch; from compiled_graphs.compiler.workers import Workers\n"
+        "from compiled_graphs.compiler.worker import Setup; from compiled_graphs.compiler.host import Host\n"
+        "w = Workers(lambda b, d: Setup(tuple(sys.path), backend=b, device=str(d)), Host(), 1)\n"
+        "w.start('eager', torch.device('cpu')); print(w._idle[0]._process.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while _runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _runs(worker)
+
+
+def _runs(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{number}/stat")  # where there is one, a process whose end nobody has looked at is in it
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_no_more_processes_than_allowed(workers, variant):
+    most = []
+
+    def job():
+        workers.compile(variant, "eager")
+        most.append(workers._running)
+
+    threads = [threading.Thread(target=job) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) <= 2
+    assert len(most) == 5
+
+
+def test_few_graphs_do_not_begin_processes(workers):
+    cold = Workers(setup, Host(), count=4)
+    assert not cold.pay(4)
+    assert cold.pay(5)
+    assert not Workers(setup, Host(), count=1).pay(100)
+    assert not Workers(setup, Host(), count=0).pay(100)
+
+
+@pytest.mark.parametrize(
+    ("cores", "said", "count"),
+    [(16, None, 8), (4, None, 2), (2, None, 1), (16, "0", 0), (16, "3", 3), (16, "x", 8)],
+)
+def test_the_count_follows_the_machine_or_what_somebody_says(cores, said, count, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(workers_module, "MEMORY", 1)
+    monkeypatch.delenv("COMPILED_GRAPHS_WORKERS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("COMPILED_GRAPHS_WORKERS", said)
+    assert worker_count() == count
+
+
+def test_little_memory_means_few_processes(monkeypatch):
+    pytest.importorskip("psutil")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(workers_module, "MEMORY", 1 << 60)
+    assert worker_count() == 0
