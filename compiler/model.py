@@ -28,6 +28,7 @@ from .probe import ModelCall, wanted_variants
 from .region import Region
 from .registry import Place, Registry
 from .signature import Structure, Unsupported
+from .skeleton import tensor_slots
 from .trace import Variant
 
 log = logging.getLogger(__name__)
@@ -329,6 +330,8 @@ class CompiledModel:
         workers = self._registry.workers
         if workers is not None and workers.pay(self._registry.missing(variants, self._backend)):
             place = Place.WORKER if self._background is None else Place.WORKER_ONLY
+            # The one that takes longest first, or all wait for it in the end.
+            variants = sorted(variants, key=lambda variant: -len(list(tensor_slots(variant.module))))
             jobs = [partial(self._provide, variant, place) for variant in variants]
             provided = side_by_side(jobs, workers.count, self._check_cancelled)
         else:  # on this thread: tracing must not go on after a cancellation
