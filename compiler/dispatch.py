@@ -153,13 +153,14 @@ class RegionForward:
             return self._kind.cls.forward(module, *args, **kwargs)
         self._counters.add("calls")
         try:
-            self._follow(module)
+            weights = self._follow(module)
             context = self._check_call(args, kwargs)
             hooks = self._host.hooks(context, self._kind.literals)
             plan, tensors = self._plan(args, kwargs, hooks)
             spec = plan.entry.graph.spec
-            weights = self._weights.weights(spec)
-            _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
+            weights = self._weights.admit(weights, spec)
+            if spec.mutated:
+                _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
         except Unsupported as reason:
             self._counters.add_eager(str(reason))
             return self._kind.cls.forward(module, *args, **kwargs)
@@ -263,16 +264,20 @@ class RegionForward:
             raise Unsupported(reason)
         return context
 
-    def _follow(self, module: nn.Module) -> None:
-        """See whether the region is still the one that was described; if not, go on as what it is now."""
+    def _follow(self, module: nn.Module) -> list[torch.Tensor | None]:
+        """See whether the region is still the one that was described; if not, go on as what it is now.
+
+        Returns its weights.
+        """
         try:
             self._modules.check()
-            self._weights.check()
+            return self._weights.check()
         except Changed:
             modules = ModuleGuard(module, self._host)
             modules.check()  # before anything is replaced: a change that cannot be followed yet must be seen again
             self._kind, self._modules = self._describe(), modules
             self._weights = WeightGuard(module, self._host, self._kind.device)
+            return self._weights.current()
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         spec = plan.entry.graph.spec

@@ -7,7 +7,6 @@ whether anything moved since.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from itertools import chain, starmap
 from operator import getitem, is_
 from typing import Any
@@ -36,7 +35,9 @@ class ModuleGuard:
         self._hooks = [
             attributes[name] for attributes in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")
         ]
-        self._families = [module._modules for module in region.modules()]
+        families = [module._modules for module in region.modules()]
+        self._families = [family for family in families if family]
+        self._childless = [family for family in families if not family]
         self._children = self._current_children()
         self._sizes: list[int] | None = None
         self._switches: list[tuple[dict[str, Any], str]] = []
@@ -53,7 +54,7 @@ class ModuleGuard:
         """
         if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
             raise Unsupported("a hook on a module inside the region")
-        if self._current_children() != self._children:
+        if any(self._childless) or self._current_children() != self._children:
             raise Changed
         if any(_snapshot(attributes.get(name)) != before for attributes, name, before in self._settings):
             raise Changed
@@ -94,47 +95,43 @@ class WeightGuard:
     def __init__(self, region: nn.Module, host: Host, device: torch.device) -> None:
         """`device` is where the region runs; its weights may be on their way there."""
         self._slots = [slot for _, slot in tensor_slots(region)]
-        self._shapes = [(weight.dtype, weight.shape) for weight in self._current()]
+        self._shapes = [(weight.dtype, weight.shape) for weight in self.current()]
         self._device = device if host.weights_say_device else None
         self._spec: GraphSpec | None = None
-        self._references: list[weakref.ref] = []
-        self._pointers: list[int] = []
+        self._known = _Tensors([])
 
-    def check(self) -> None:
-        """Raise Changed if the weights have other shapes or dtypes than before, or say that the model has moved."""
-        weights = self._current()
-        if self._are_the_same(weights):
-            return
+    def check(self) -> list[torch.Tensor | None]:
+        """Return the weights as they are.
+
+        Raises Changed if they have other shapes or dtypes than before, or say that the model has moved.
+        """
+        weights = self.current()
+        if self._spec is not None and self._known.are(weights):
+            return weights
+        self._spec = None
         if [weight is not None and (weight.dtype, weight.shape) for weight in weights] != self._shapes:
             raise Changed
         if self._device is not None and any(weight.device != self._device for weight in weights):
             raise Changed
+        return weights
 
-    def weights(self, spec: GraphSpec) -> list[torch.Tensor]:
-        """Return the weights in the order and layout of `spec`. Raises Unsupported with the reason if they differ."""
-        weights = self._current()
-        if spec is self._spec and self._are_the_same(weights):
+    def admit(self, weights: list[torch.Tensor | None], spec: GraphSpec) -> list[torch.Tensor]:
+        """Return weights that were checked in the order and layout of `spec`.
+
+        Raises Unsupported with the reason if they differ.
+        """
+        if spec is self._spec:
             return weights
         self._spec = None
-        arranged = [self._admit(*pair) for pair in zip(weights, self._names(), spec.weight_layout, strict=True)]
+        names = (name for _, name in self._slots)
+        arranged = [self._admit(*each) for each in zip(weights, names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
-            self._spec = spec
-            self._references = [weakref.ref(weight) for weight in weights]
-            self._pointers = [weight.data_ptr() for weight in weights]
+            self._spec, self._known = spec, _Tensors(weights)
         return arranged
 
-    def _current(self) -> list[torch.Tensor | None]:
-        return [group.get(name) for group, name in self._slots]
-
-    def _are_the_same(self, weights: list[torch.Tensor | None]) -> bool:
-        """Whether these are the weights that were admitted last."""
-        if self._spec is None or not all(ref() is weight for ref, weight in zip(self._references, weights)):
-            return False
-        # Host code moves weights by swapping what a Parameter points to.
-        return [weight is not None and weight.data_ptr() for weight in weights] == self._pointers
-
-    def _names(self) -> Iterator[str]:
-        return (name for _, name in self._slots)
+    def current(self) -> list[torch.Tensor | None]:
+        """Return the weights as they are, unchecked."""
+        return list(starmap(dict.get, self._slots))
 
     @staticmethod
     def _admit(weight: Any, name: str, layout: tuple) -> torch.Tensor:
@@ -151,6 +148,24 @@ class WeightGuard:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
 
 
+class _Tensors:
+    """Tensors that were seen, without keeping them alive."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._identities = list(map(id, tensors))
+        # Host code moves weights by swapping what a Parameter points to.
+        self._pointers = list(map(torch.Tensor.data_ptr, tensors))
+        # Of a tensor that is gone, identity and address can be another's.
+        self._gone: list[weakref.ref] = []
+        self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
+
+    def are(self, tensors: list[torch.Tensor | None]) -> bool:
+        """Whether these are the same tensors at the same addresses."""
+        if self._gone or list(map(id, tensors)) != self._identities:
+            return False
+        return list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+
+
 class TensorGuard:
     """Whether all tensors of a network lie where they lay, and its own attributes are what they were."""
 
@@ -160,20 +175,11 @@ class TensorGuard:
         self._slots = [slot for _, slot in tensor_slots(network)]
         tensors = self._current()
         self._is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
-        self._identities = list(map(id, tensors))
-        self._pointers = list(map(torch.Tensor.data_ptr, tensors)) if self._is_usable else []
-        # Of a tensor that is gone, identity and address can be another's.
-        self._gone: list[weakref.ref] = []
-        self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
+        self._known = _Tensors(tensors if self._is_usable else [])
 
     def holds(self) -> bool:
         """Return whether nothing has moved. Never true if a tensor was not on the device to begin with."""
-        if not self._is_usable or self._gone or self._current_values() != self._values:
-            return False
-        tensors = self._current()
-        if list(map(id, tensors)) != self._identities:
-            return False
-        return list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+        return self._is_usable and self._current_values() == self._values and self._known.are(self._current())
 
     def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))
