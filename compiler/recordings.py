@@ -96,10 +96,12 @@ def _end_failed_capture(pool: Any) -> None:
     `CUDAGraph.capture_end` leaves both in it where CUDA refuses to end the capture; the generator would then
     refuse to draw numbers. A capture that succeeds sets it right.
     """
-    with contextlib.suppress(RuntimeError, AttributeError):
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError, AttributeError):  # the first says so if the capture did end
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
     number = torch.zeros(1, device="cuda")
-    stream = _stream(torch.cuda.current_device())
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
