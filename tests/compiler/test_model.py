@@ -146,6 +146,26 @@ def test_without_preparation_a_model_compiles_when_it_is_first_called(registry):
     assert (compiled.summary().compiled, compiled.summary().waiting) == (1, 0)
 
 
+class ScaledBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale=1.0):
+        return x + self.layer(x) * scale
+
+
+def test_a_call_that_differs_from_the_repeated_one_in_a_number_varies_its_sizes_as_that_does(registry):
+    network = Stack(ScaledBlock)
+    compiled = compile_network(network, registry, current_call=lambda: call)  # repeated without the number
+    reference = copy.deepcopy(network)
+    for at in SIZES:
+        with compiled.counters.expect(compiles=int(at is SIZES[0])):
+            x = network.inputs(at)[0]
+            same(network(x, 0.5), reference(x, 0.5))
+    assert not compiled.counters.eager_calls
+
+
 def test_a_model_that_cannot_be_repeated_stays_eager_for_a_reason(registry):
     def failing(network, at):
         raise ValueError("needs data\nand more")

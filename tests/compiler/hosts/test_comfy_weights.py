@@ -211,3 +211,28 @@ def test_a_vae_on_the_cpu_beside_a_gpu(load_vae, registry, monkeypatch):
     assert " 0 eager" in text
     latent = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0))
     assert_same(ours.decode(latent), vae.decode(latent))
+
+
+def test_a_patcher_that_streams_behind_the_models_back_is_asked_not_to(load, sample, registry):
+    """Dynamic VRAM, by its interface: cores that have it offer `clone(disable_dynamic=True)`."""
+    model = load("tiny_sd15")
+    asked = []
+
+    class Dynamic(type(model)):
+        def is_dynamic(self):
+            return True
+
+        def clone(self, disable_dynamic=False):
+            asked.append(disable_dynamic)
+            return super().clone()
+
+    expected = sample(model, "tiny_sd15")
+    model.__class__ = Dynamic
+    ours, text = compiled(model)
+    assert asked == [True]
+    assert " 0 eager" in text
+    before = totals.eager_calls.copy()
+    assert_same(sample(ours, "tiny_sd15"), expected)
+    assert totals.eager_calls == before
+    adapted(low_rank)(ours, 1.0)
+    assert asked == [True, False]  # nodes behind ours clone as they always did
