@@ -31,7 +31,7 @@ from .verify import disagreement
 log = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 4
-"""Sizes that are recorded at once. All recordings of a network share their working memory."""
+"""Sizes that are recorded in a sampling; where areas bring more, those are called. They share their memory."""
 
 
 class Recording(Protocol):
@@ -196,9 +196,7 @@ class Recordings:
         """Make a call of a new size, and remember it if nothing in it happened for the first time or eagerly."""
         disturbances = self._disturbances()
         result = call(*args, **kwargs)
-        if self._disturbances() == disturbances:
-            if len(self._calls) >= MAX_RECORDINGS:
-                self.forget()
+        if self._disturbances() == disturbances and len(self._calls) < MAX_RECORDINGS:
             self._calls[key] = None
             self._tensors = self._tensors or TensorGuard(self._network(), self._device)
             self._retired = totals.retired
