@@ -339,6 +339,8 @@ class CompiledModel:
         start, counted = time.perf_counter(), self.counters.seconds
         for done, progress in enumerate(provided):
             yield replace(progress, done=done + 1, total=len(variants))
+        if workers is not None:
+            workers.rest(self._device)
         uncounted = time.perf_counter() - start - (self.counters.seconds - counted)
         self.counters.add("seconds", max(0.0, uncounted))
 

@@ -7,10 +7,12 @@ model can neither run undisturbed nor can two regions be compiled at once.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import pickle
 import struct
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -71,6 +73,8 @@ def main() -> None:
     """Answer orders from standard input until it ends, which it does with the process at its other end."""
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not print between messages
+    logging.disable(logging.WARNING)  # the process that began this one has said it
+    warnings.simplefilter("ignore")
     host, setup = Host(), receive(source)
     try:
         sys.path[:] = setup.sys_path

@@ -33,6 +33,8 @@ WORTH_BEGINNING = 5
 """Missing graphs for which processes are started: that takes as long as compiling three or four of them."""
 IDLE = 60.0
 """Seconds without an order after which processes end."""
+PLENTY = 16 * 2**30
+"""Free bytes of a GPU beside which idle processes, of 0.7 GiB each, are no burden."""
 MEMORY = 2 * 2**30
 """Bytes of main memory, and of a GPU's, that one process may come to use."""
 
@@ -147,6 +149,11 @@ class Workers:
         if made.error:
             raise WorkerError(made.error)
         return made.spec, made.executable
+
+    def rest(self, device: torch.device) -> None:
+        """Say that no orders follow for now: where GPU memory is scarce, the model that is to run needs all of it."""
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < PLENTY:
+            self.stop()
 
     def stop(self) -> None:
         """End the processes that have nothing to do."""

@@ -176,6 +176,17 @@ def _runs(number):
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+def test_processes_end_at_once_where_gpu_memory_is_scarce(variant, monkeypatch):
+    workers = Workers(setup, Host(), count=1)
+    workers.compile(variant, "eager")
+    for free, remains in ((workers_module.PLENTY, True), (workers_module.PLENTY - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
+        workers.rest(CPU)
+        assert workers.are_warm
+        workers.rest(torch.device("cuda"))
+        assert workers.are_warm == remains
+
+
 def test_no_more_processes_than_allowed(workers, variant):
     most = []
 
