@@ -2,8 +2,9 @@
 
 Each cell of the matrix compares compiled with eager from the same seed, for two prompts with different values;
 the second may compile nothing, and each region call that ran eagerly must have one of the row's reasons.
-Set COMPILED_GRAPHS_BACKEND for another backend, and COMPILED_GRAPHS_COVERAGE to a file to have the share of
-compiled calls in each cell written there: docs/compatibility.md shows it.
+Set COMPILED_GRAPHS_BACKEND for another backend, COMPILED_GRAPHS_STEPS=9 to have steps recorded and replayed, and
+COMPILED_GRAPHS_COVERAGE to a file to have the share of compiled calls in each cell written there:
+docs/compatibility.md shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,14 @@ import torch
 from comfy.ldm.modules import attention
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts import comfy as host
+from compiled_graphs.compiler.recordings import Recordings
 from compiled_graphs.compiler.registry import Registry
+from recorders import repeat
 from rows import COLUMNS, ROWS, Missing, unchanged
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
+STEPS = int(os.environ.get("COMPILED_GRAPHS_STEPS", "1"))
 BACKEND = os.environ.get("COMPILED_GRAPHS_BACKEND", "eager")
 CELLS = [(column, row) for column in COLUMNS for row in ROWS if column in row.columns]
 LIMITS = (
@@ -56,6 +60,16 @@ def _shared_graphs(graphs, monkeypatch):
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _recorded():
+    """Without a GPU a stand-in repeats what CUDA graphs would."""
+    with pytest.MonkeyPatch.context() as patch:
+        if STEPS > 1 and not torch.cuda.is_available():
+            patch.setattr(host, "recordable", lambda device: True)
+            patch.setattr(host, "Recordings", partial(Recordings, record=repeat))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _report():
     yield
     if path := os.environ.get("COMPILED_GRAPHS_COVERAGE"):
@@ -68,7 +82,8 @@ def compiled(model):
 
 def draw(sample, name, row, model, value):
     torch.manual_seed(0)  # some patches draw numbers of their own
-    return sample(model, name, **row.arguments(model, value))
+    arguments = row.arguments(model, value)
+    return sample(model, name, **{**arguments, "steps": max(STEPS, arguments.get("steps", 1))})
 
 
 def relative(ours, theirs):

@@ -8,24 +8,11 @@ import pytest
 import torch
 from compiled_graphs.compiler.hosts import comfy as host
 from compiled_graphs.compiler.recordings import Recordings
+from recorders import repeat
 from rows import adapted, control_net, hinted, low_rank
 
 STEPS = 9
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
-
-
-class Repeated:
-    def __init__(self, call, result):
-        self.call, self.result = call, result
-
-    def replay(self):
-        with torch.inference_mode():
-            self.result.copy_(self.call())
-
-
-def repeat(call, pool):
-    result = call()
-    return Repeated(call, result), result
 
 
 @pytest.fixture(autouse=True)
