@@ -174,12 +174,12 @@ class TensorGuard:
         self._values = self._current_values()
         self._slots = [slot for _, slot in tensor_slots(network)]
         tensors = self._current()
-        self._is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
-        self._known = _Tensors(tensors if self._is_usable else [])
+        self.is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
+        self._known = _Tensors(tensors if self.is_usable else [])
 
     def holds(self) -> bool:
         """Return whether nothing has moved. Never true if a tensor was not on the device to begin with."""
-        return self._is_usable and self._current_values() == self._values and self._known.are(self._current())
+        return self.is_usable and self._current_values() == self._values and self._known.are(self._current())
 
     def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))

@@ -8,11 +8,11 @@ what they were, and a recording lives no longer than one sampling, since memory 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -97,7 +97,7 @@ def _end_failed_capture(pool: Any) -> None:
     refuse to draw numbers. A capture that succeeds sets it right.
     """
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError, AttributeError):  # the first says so if the capture did end
+    with suppress(RuntimeError, AttributeError):  # the first says so if the capture did end
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     number = torch.zeros(1, device="cuda")
@@ -146,20 +146,24 @@ class Recordings:
         """Arguments whose recording gave what the call gave, in this sampling or an earlier one."""
         self._pool: Any = None
         self._retired = 0
+        self.reason = ""
+        """Why the last call was not replayed; empty if it was, or if nothing is known yet."""
 
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, made or replayed."""
         try:
             key, tensors = self._read(args, kwargs)
             self._modules.check()
-        except (Unsupported, Changed):
+        except (Unsupported, Changed) as reason:
             self.forget()
+            self.reason = str(reason) or "a module was replaced"
             return call(*args, **kwargs)
         if self._calls and not self._is_unchanged():
             self.forget()
         known = self._calls.get(key, self)
         if isinstance(known, _Recorded):
             self._counters.add("replays")
+            self.reason = ""
             return known.replay(tensors)
         if known is self:
             return self._call_first(key, call, args, kwargs)
@@ -200,6 +204,7 @@ class Recordings:
             self._calls[key] = None
             self._tensors = self._tensors or TensorGuard(self._network(), self._device)
             self._retired = totals.retired
+            self.reason = "" if self._tensors.is_usable else "weights that are not all on the GPU"
         return result
 
     def _disturbances(self) -> tuple[float, ...]:
@@ -220,7 +225,7 @@ class Recordings:
             self._calls[key] = recorded
             return result
         log.info("Steps of %s run without a CUDA graph: %s", type(self._network()).__name__, error)
-        self._calls[key] = error
+        self._calls[key] = self.reason = error
         return call(*args, **kwargs) if expected is None else expected
 
     def _recorded(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Recorded, Any]:
@@ -238,7 +243,8 @@ class Recordings:
         kwargs = {name: _copy(v) if name in names else _map_tensors(own, v) for name, v in kwargs.items()}
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
-        recording, result = self._record(lambda: call(*args, **kwargs), self._pool)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            recording, result = self._record(lambda: call(*args, **kwargs), self._pool)
         recorded = _Recorded(recording, inputs, result)
         return recorded, recorded.replay([t.clone() for t in inputs])
 

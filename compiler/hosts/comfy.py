@@ -121,7 +121,7 @@ class ComfyHost(Host):
         options = context.get("transformer_options") or {}
         sigmas = options.get("sample_sigmas")
         if sigmas is None or len(sigmas) - 1 < _STEPS_WORTH_RECORDING:
-            return "too few steps"
+            return f"fewer than {_STEPS_WORTH_RECORDING} steps"
         if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
             return "a patch"
         if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
@@ -220,8 +220,6 @@ def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]
     kind = _network_kind(clone.model)
     call = comfy_calls.sampling_call(clone, HOST)
     text = _install(clone, network, "diffusion_model.", {"forward": call}, patcher.load_device, kind, request)
-    if request.record and graphs_in_use(clone) is not None:
-        _record_steps(clone, network, "diffusion_model.")
     return (clone if graphs_in_use(clone) is not None else patcher), text
 
 
@@ -340,7 +338,8 @@ def _install(
         summary = compiled.summary()
         told = loaded_text(summary, request.source) if request.source else summary_text(summary)
         goes_on = compiled.background is not None and compiled.background.is_busy
-        return "\n".join([told, *refused, *(["compiling in the background"] if goes_on else [])]) + left
+        lines = [told, *refused, *(["compiling in the background"] if goes_on else []), *_recording_lines(entrances)]
+        return "\n".join(lines) + left
 
     refused = compiled.load(request.graphs)
     listed = [*request.graphs, *request.listed]
@@ -362,6 +361,8 @@ def _install(
         entrance.install_while_running(forwards)
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
+    if request.record and prefix:
+        _record_steps(clone, network, prefix, lambda: request.on_change(text()))
     entrances[0].on_call()
     return text()
 
@@ -381,7 +382,7 @@ def _compile(
             log.info("A model is compiled when it first runs; it cannot be called ahead of it: %s", reason)
 
 
-def _record_steps(clone: Any, network: nn.Module, prefix: str) -> None:
+def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[], None]) -> None:
     """Let the steps of a sampling be recorded and replayed, where nobody else has a hand in the network.
 
     Recordings end with the sampling (`CallbacksMP.ON_CLEANUP`): ComfyUI counts their memory as free. A core
@@ -396,8 +397,28 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str) -> None:
         return
     if any(is_torch_compiled(module) for module in network.modules()):
         return
-    entrance.recordings = Recordings(network, HOST, compiled.counters, compiled.device)
-    clone.add_callback_with_key("on_cleanup", _RECORDINGS_KEY, entrance.recordings.forget)
+    recordings = entrance.recordings = Recordings(network, HOST, compiled.counters, compiled.device)
+    told = [""]
+
+    def end(patcher: Any) -> None:
+        recordings.forget()
+        lines = "".join(_recording_lines([entrance]))
+        if lines != told[0]:
+            told[0] = lines
+            tell()
+
+    clone.add_callback_with_key("on_cleanup", _RECORDINGS_KEY, end)
+
+
+def _recording_lines(entrances: Iterable[Entrance]) -> list[str]:
+    """Say how the steps of the last sampling were run, once there was one."""
+    for entrance in entrances:
+        if (recordings := entrance.recordings) is not None:
+            if recordings.reason:
+                return [f"steps without CUDA graphs: {recordings.reason}"]
+            if entrance.compiled.counters.replays:
+                return ["steps as CUDA graphs"]
+    return []
 
 
 def _current_call(entrances: Iterable[Entrance]) -> Callable[[], ModelCall | None]:

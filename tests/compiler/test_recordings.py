@@ -122,7 +122,9 @@ def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
 def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_recordings(network):
     recordings = serving(network)
     assert replayed(recordings, network, x(), options={})
+    assert recordings.reason == ""
     assert python_calls(recordings, network, x(), options={"reason": "a patch"}) == 1
+    assert recordings.reason == "a patch"
     assert python_calls(recordings, network, x(), options={}) == 1
 
 
@@ -197,6 +199,7 @@ def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
     for _ in range(3):
         recordings.serve(lambda x: x, (x(),), {})
     assert recordings._counters.recordings == 0
+    assert recordings.reason == "weights that are not all on the GPU"
 
 
 def test_calls_in_which_something_was_compiled_checked_or_eager_do_not_count(network):
@@ -240,6 +243,7 @@ def test_a_call_that_cannot_be_recorded_is_made_and_not_tried_again(network):
     recordings = serving(network, fail)
     assert [python_calls(recordings, network, x()) for _ in range(4)] == [1, 1, 1, 1]
     assert len(attempts) == 1
+    assert recordings.reason == "OutOfMemoryError: no memory"
 
 
 def test_once_right_a_kind_of_call_is_not_compared_again(network):

@@ -66,6 +66,16 @@ def test_recordings_end_with_the_sampling(model, sample, registry):
     assert recordings._tensors is None
 
 
+def test_the_node_says_how_steps_were_run(model, sample, registry):
+    told = []
+    ours = compiled(model, on_change=told.append)
+    sample(ours, "tiny_sd15", steps=STEPS)
+    sample(ours, "tiny_sd15", steps=STEPS)
+    sample(ours, "tiny_sd15", steps=2)
+    lines = [text.splitlines()[-1] for text in told]
+    assert lines == ["steps as CUDA graphs", "steps without CUDA graphs: fewer than 8 steps"]
+
+
 def test_few_steps_are_not_worth_it(model, sample, registry):
     ours = compiled(model)
     sample(ours, "tiny_sd15", steps=7)
