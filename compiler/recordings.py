@@ -213,9 +213,11 @@ class Recordings:
 
     def _call_recorded(self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, and keep a recording of it if that gives the same."""
+        own = _OwnArguments(args, kwargs, self._is_context)  # first: a call empties lists of residuals that it is given
         expected = None if key in self._proven else call(*args, **kwargs)
         try:
-            recorded, result = self._recorded(call, args, kwargs)
+            recorded = self._recorded(call, own)
+            result = recorded.replay([t.clone() for t in recorded.inputs])
             error = None if expected is None else disagreement(_tensors(result), _tensors(expected))
         except Exception as raised:  # code that waits for the GPU, too little memory: it can still be called
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
@@ -228,34 +230,43 @@ class Recordings:
         self._calls[key] = self.reason = error
         return call(*args, **kwargs) if expected is None else expected
 
-    def _recorded(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[_Recorded, Any]:
-        names = self._host.context_arguments
-        inputs: list[torch.Tensor] = []
-
-        def own(value: Any) -> Any:
-            with torch.inference_mode(False):  # so that any mode may fill it
-                inputs.append(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device))
-            inputs[-1].copy_(value)
-            return inputs[-1]
-
-        places = self._context_places
-        args = tuple([_copy(v) if i in places else _map_tensors(own, v) for i, v in enumerate(args)])
-        kwargs = {name: _copy(v) if name in names else _map_tensors(own, v) for name, v in kwargs.items()}
+    def _recorded(self, call: Callable, own: _OwnArguments) -> _Recorded:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            recording, result = self._record(lambda: call(*args, **kwargs), self._pool)
-        recorded = _Recorded(recording, inputs, result)
-        return recorded, recorded.replay([t.clone() for t in inputs])
+            recording, result = self._record(lambda: own.call(call), self._pool)
+        return _Recorded(recording, own.tensors, result)
+
+    def _is_context(self, place: int | str) -> bool:
+        return place in self._context_places or place in self._host.context_arguments
 
 
-def _map_tensors(function: Callable, value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, function, value)
+class _OwnArguments:
+    """A call's arguments with tensors and containers of their own."""
 
+    def __init__(self, args: tuple, kwargs: Mapping[str, Any], is_context: Callable[[int | str], bool]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        """In the order of `signature.describe`."""
+        self._is_context = is_context
+        self._args = [self._fill(place, value, self._own) for place, value in enumerate(args)]
+        self._kwargs = {name: self._fill(name, value, self._own) for name, value in kwargs.items()}
 
-def _copy(context: Any) -> Any:
-    """Networks write to their context; a recorded call writes to one of its own."""
-    return dict(context) if isinstance(context, dict) else context
+    def call(self, function: Callable) -> Any:
+        """Call with these tensors, in containers that the call may change."""
+        args = [self._fill(place, value, lambda t: t) for place, value in enumerate(self._args)]
+        kwargs = {name: self._fill(name, value, lambda t: t) for name, value in self._kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _fill(self, place: int | str, value: Any, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if self._is_context(place):
+            return dict(value) if isinstance(value, dict) else value
+        return pytree.tree_map_only(torch.Tensor, tensor, value)
+
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):  # so that any mode may fill it
+            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        self.tensors.append(own.copy_(value))
+        return own
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

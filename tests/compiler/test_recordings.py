@@ -109,6 +109,25 @@ def test_tensors_in_containers_are_inputs_too(network):
     assert recordings._counters.replays == 2
 
 
+def test_lists_that_a_call_empties_are_full_in_each_recording(network):
+    """As ComfyUI's UNet takes a ControlNet's residuals out of the lists it is given."""
+    recordings = serving(network)
+
+    def taking(x, control):
+        while control["output"]:
+            x = x + control["output"].pop()
+        return network(x)
+
+    for _ in range(2):
+        for _ in range(4):
+            item, residuals = x(), [x(), x()]
+            expected = network(item + residuals[0] + residuals[1])
+            result = recordings.serve(taking, (item,), {"control": {"output": list(residuals)}})
+            torch.testing.assert_close(result, expected)
+        recordings.forget()  # the second time without a comparison
+    assert recordings._counters.replays == 2 + 2
+
+
 def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
     recordings = serving(network)
     for batch in range(1, MAX_RECORDINGS + 1):
