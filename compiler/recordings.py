@@ -51,6 +51,11 @@ def recordable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def uses_native_allocator(device: torch.device) -> bool:
+    """Whether a GPU's memory comes from PyTorch's own allocator, the one that recordings have been tried with."""
+    return device.type != "cuda" or torch.cuda.get_allocator_backend() == "native"
+
+
 def record_on_gpu(call: Callable[[], Any], pool: Any) -> tuple[Recording, Any]:
     """Record a call as a CUDA graph. Raises what the call raises, or what CUDA says of code that cannot be recorded."""
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
@@ -127,8 +132,16 @@ class Recordings:
     """Serves the calls of one network: as they come, or from a recording."""
 
     def __init__(
-        self, network: nn.Module, host: Host, counters: Counters, device: torch.device, record: Record = record_on_gpu
+        self,
+        network: nn.Module,
+        host: Host,
+        counters: Counters,
+        device: torch.device,
+        record: Record = record_on_gpu,
+        closed: str = "",
     ) -> None:
+        """`closed` is why nothing can be recorded here, if so."""
+        self._closed = closed
         self._network = weakref.ref(network)
         self._host = host
         self._counters = counters
@@ -151,6 +164,9 @@ class Recordings:
 
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, made or replayed."""
+        if self._closed:
+            self.reason = self._closed
+            return call(*args, **kwargs)
         try:
             key, tensors = self._read(args, kwargs)
             self._modules.check()
