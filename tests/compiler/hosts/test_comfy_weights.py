@@ -188,6 +188,27 @@ def test_any_part_of_the_weights_may_be_on_the_gpu(state, streams, load, sample,
 
 
 @on_gpu
+def test_weights_that_wait_in_pinned_memory_are_weights_on_the_cpu(load, sample, registry, free_memory, monkeypatch):
+    """As newer cores keep what does not fit."""
+    model = load("tiny_sdxl")
+    ours, _ = compiled(model)
+    theirs = [sample(model, "tiny_sdxl", **prompt) for prompt in PROMPTS]
+    comfy.model_management.unload_all_models()
+    monkeypatch.setattr(model, "memory_required", lambda shape: 0, raising=False)
+    free_memory(model.model_size() // 2)
+    sample(ours, "tiny_sdxl")
+    waiting = [weight for weight in model.model.parameters() if weight.device.type == "cpu"]
+    assert waiting
+    for weight in waiting:
+        weight.data = weight.data.pin_memory()
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        for prompt, expected in zip(PROMPTS, theirs, strict=True):
+            assert_same(sample(ours, "tiny_sdxl", **prompt), expected)
+    assert all(reason.startswith("weights on cpu") for reason in totals.eager_calls - before)
+
+
+@on_gpu
 def test_graphs_hold_no_memory_that_comfyui_does_not_know_of(load, sample, registry):
     management = comfy.model_management
     model = load("tiny_sdxl")
