@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -322,6 +322,8 @@ def _install(
         )
         for method in calls
     ]
+    # What the compiled model is given must not keep them: they keep the model's forward from being tidied.
+    references = [weakref.ref(entrance) for entrance in entrances]
     compiled = CompiledModel(
         network,
         regions,
@@ -329,7 +331,7 @@ def _install(
         chosen,
         registry(),
         HOST,
-        _current_call(entrances),
+        _current_call(references),
         request.verify,
         lambda: request.on_change(text()),
         Background(lambda: request.on_change(text())) if request.background and registry().workers else None,
@@ -339,7 +341,7 @@ def _install(
         summary = compiled.summary()
         told = loaded_text(summary, request.source) if request.source else summary_text(summary)
         goes_on = compiled.background is not None and compiled.background.is_busy
-        lines = [told, *refused, *(["compiling in the background"] if goes_on else []), *_recording_lines(entrances)]
+        lines = [told, *refused, *(["compiling in the background"] if goes_on else []), *_recording_lines(references)]
         return "\n".join(lines) + left
 
     refused = compiled.load(request.graphs)
@@ -405,7 +407,7 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[]
 
     def end(patcher: Any) -> None:
         recordings.forget()
-        lines = "".join(_recording_lines([entrance]))
+        lines = "".join(_recording_lines([weakref.ref(entrance)]))
         if lines != told[0]:
             told[0] = lines
             tell()
@@ -413,9 +415,9 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[]
     clone.add_callback_with_key("on_cleanup", _RECORDINGS_KEY, end)
 
 
-def _recording_lines(entrances: Iterable[Entrance]) -> list[str]:
+def _recording_lines(entrances: Iterable[weakref.ref[Entrance]]) -> list[str]:
     """Say how the steps of the last sampling were run, once there was one."""
-    for entrance in entrances:
+    for entrance in _alive(entrances):
         if (recordings := entrance.recordings) is not None:
             if recordings.reason:
                 return [f"steps without CUDA graphs: {recordings.reason}"]
@@ -424,13 +426,15 @@ def _recording_lines(entrances: Iterable[Entrance]) -> list[str]:
     return []
 
 
-def _current_call(entrances: Iterable[Entrance]) -> Callable[[], ModelCall | None]:
-    """Return what finds the running call. It must not keep the entrances, which keep what it is given to."""
-    references = [weakref.ref(entrance) for entrance in entrances]
+def _alive(entrances: Iterable[weakref.ref[Entrance]]) -> Iterator[Entrance]:
+    return (entrance for reference in entrances if (entrance := reference()))
+
+
+def _current_call(entrances: Sequence[weakref.ref[Entrance]]) -> Callable[[], ModelCall | None]:
+    """Return what finds the running call."""
 
     def find() -> ModelCall | None:
-        alive = (entrance for reference in references if (entrance := reference()))
-        running = next(((e.method, *call) for e in alive if (call := e.running_call())), None)
+        running = next(((e.method, *call) for e in _alive(entrances) if (call := e.running_call())), None)
         return None if running is None else lambda twin, sizes: comfy_calls.repeat(twin, *running, sizes)
 
     return find
