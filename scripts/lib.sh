@@ -86,6 +86,6 @@ install_comfyui() {
     fi
     # These name a torch of their own. torchvision 0.16 is the newest that imports without matching binaries.
     pip --no-deps torchsde trampoline kornia kornia_rs spandrel
-    imports torchvision || pip --no-deps torchvision==0.16.2
+    imports torchvision || { pip --no-deps torchvision==0.16.2 && pip requests; }
     printf '%s' "$want" >"$stamp"
 }

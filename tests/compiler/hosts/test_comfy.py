@@ -336,6 +336,21 @@ def test_a_freed_model_is_not_kept_by_anything_of_ours(load, sample, registry):
     assert registry.report()["workflows"]["w"]["roles"]["1:base UNet"]["compiled"] == 0
 
 
+def test_what_replaces_a_networks_forward_goes_without_waiting_for_the_cycle_search(load, sample, registry):
+    """ComfyUI puts back a bound method in its place, which holds the model until that is tidied."""
+    model = load("tiny_sd15")
+    compiled, _ = compile_eager(model)
+    sample(compiled, "tiny_sd15")
+    entrance = weakref.ref(compiled.object_patches["diffusion_model.forward"])
+    comfy.model_management.unload_all_models()
+    gc.disable()
+    try:
+        del compiled
+        assert entrance() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("name", ["tiny_sd15"])
 def test_inductor_gives_eagers_image(name, load, sample, registry):
     model = load(name)
