@@ -1,7 +1,8 @@
 """The compilers a region's graph can go to.
 
 `inductor` is what people want; `eager` runs the exported graph as it is and is the reference that tests
-use. Adding one means one module with a class that satisfies `Backend`, and one line in `BACKENDS`.
+use; `oneflow` is for GPUs and environments that Inductor does not serve. Adding one means one module with a
+class that satisfies `Backend`, and one entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import torch
 from .base import Backend
 from .eager import EagerBackend
 from .inductor import InductorBackend
+from .oneflow import OneFlowBackend
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (InductorBackend(), EagerBackend())}
+_all = (InductorBackend(), EagerBackend(), OneFlowBackend())
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _all}
 AUTO = "auto"
 NAMES = [AUTO, *BACKENDS]
 

@@ -1,0 +1,238 @@
+"""OneFlow as a backend: the side that has torch."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ...graph import GraphSpec
+from ...trace import ExportedRegion
+from .instances import Instances, memory_limit, pack
+from .program import portable
+from .worker_process import OneFlowError, WorkerProcess
+
+PYTHON = "COMPILED_GRAPHS_ONEFLOW_PYTHON"
+"""Environment variable: a Python that has OneFlow, if this one has not."""
+NEWEST_MAJOR_OF_0_9 = 8
+"""Compute capability, major, that OneFlow 0.9.0's packages have code for; they bring none to translate."""
+_PROBE = (
+    "import oneflow, json; c = oneflow.cuda.is_available(); "
+    "print(json.dumps([oneflow.__version__, oneflow.cuda.get_device_capability() if c else None]))"
+)
+
+
+class Engine(Protocol):
+    """Where OneFlow runs."""
+
+    def add(self, name: str, data: bytes, weights: int) -> None: ...
+
+    def data(self, name: str) -> bytes: ...
+
+    def run(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def report(self) -> dict[str, int]: ...
+
+
+class InProcess:
+    """OneFlow in this process, on the same memory as torch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.RLock()
+        self._instances = Instances(str(device), memory_limit())
+
+    def add(self, name: str, data: bytes, weights: int) -> None:
+        with self._lock:
+            if not self._instances.knows(name):
+                self._instances.add(name, data)
+
+    def data(self, name: str) -> bytes:
+        with self._lock:
+            return self._instances.data(name)
+
+    def report(self) -> dict[str, int]:
+        return {"built": self._instances.built, "resets": self._instances.resets, "process": os.getpid()}
+
+    def run(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        import oneflow
+
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # OneFlow has streams of its own
+        with self._lock:
+            # Parameters say that they want gradients, and then give no memory away.
+            theirs = [oneflow.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach().contiguous())) for t in tensors]
+            results = self._instances.run(name, theirs)
+            return [torch.from_dlpack(oneflow.to_dlpack(result)) for result in results]
+
+
+class OneFlowExecutable:
+    """An exported program and the jobs compiled of it so far."""
+
+    def __init__(self, data: bytes, device: torch.device) -> None:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            text = archive.read("program.json")
+        fields = json.loads(text)
+        self._outputs: list[dict[str, int]] = fields["outputs"]
+        self._writes: list[list[int]] = fields["writes"]
+        self._weights: int = len(fields["weights"])
+        self._name = hashlib.sha256(text).hexdigest()
+        self._data = data
+        self._device = device
+        self._engine: Engine | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self._engine is None:
+            self._engine = engine(self._device)
+            self._engine.add(self._name, self._data, self._weights)
+        results = self._engine.run(self._name, tensors)
+        for place, result in self._writes:
+            tensors[place].copy_(results[result])
+        return [tensors[out["input"]] if "input" in out else results[out["result"]] for out in self._outputs]
+
+    def to_bytes(self) -> bytes:
+        return self._data if self._engine is None else self._engine.data(self._name)
+
+
+class OneFlowBackend:
+    """Satisfies `Backend`."""
+
+    name = "oneflow"
+
+    def available(self, device: torch.device) -> str | None:
+        reason = _missing(device)
+        if reason is None:
+            return None
+        return " ".join(filter(None, [reason, onediff_text()]))
+
+    def environment(self, device: torch.device) -> dict[str, str]:
+        version, _ = probe(_python())
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
+        named = f"{device.type} {capability}".strip()
+        return {"backend": self.name, "oneflow": version, "device": named, "translation": _translation()}
+
+    def warm_up(self) -> None:
+        torch.export.default_decompositions()
+
+    def compile(self, exported: ExportedRegion) -> OneFlowExecutable:
+        """Translate a region; OneFlow compiles it when it is called, for the sizes that it is called with.
+
+        Raises Unsupported at what OneFlow cannot compute.
+        """
+        return OneFlowExecutable(pack(portable(exported)), torch.device(exported.spec.device))
+
+    def load(self, data: bytes, spec: GraphSpec) -> OneFlowExecutable:
+        return OneFlowExecutable(data, torch.device(spec.device))
+
+
+def engine(device: torch.device) -> Engine:
+    """Return the place where OneFlow serves a device: one for each, for as long as this process lives."""
+    with _lock:
+        key = str(device), _python()
+        if key not in _engines:
+            _engines[key] = InProcess(device) if _is_here() else WorkerProcess(_python(), device)
+        return _engines[key]
+
+
+_engines: dict[tuple[str, str], Engine] = {}
+_lock = threading.Lock()
+
+
+def onediff_text() -> str:
+    """Say what an installed onediff lacks, or nothing if none is installed. It is not imported.
+
+    Its `oneflow_compile` is another translation of the same blocks, on a OneFlow that no package index has.
+    """
+    try:
+        version = metadata.version("onediff")
+    except metadata.PackageNotFoundError:
+        return ""
+    if _is_here() and Path(importlib.util.find_spec("oneflow").origin).parent.joinpath(*_ARGS_TREE).is_file():
+        return f"onediff {version} is installed with a OneFlow that is new enough for it; it is not needed here."
+    found = f"OneFlow {metadata.version('oneflow')} lacks" if _is_here() else "no OneFlow is in this Python with"
+    return f"onediff {version} is installed, but {found} oneflow.framework.args_tree, which it needs; it is not used."
+
+
+_ARGS_TREE = ("framework", "args_tree.py")
+
+
+def _is_here() -> bool:
+    """Whether OneFlow can be imported in this process."""
+    return PYTHON not in os.environ and importlib.util.find_spec("oneflow") is not None
+
+
+def _python() -> str:
+    return os.environ.get(PYTHON) or sys.executable
+
+
+def _missing(device: torch.device) -> str | None:
+    if not sys.platform.startswith("linux"):
+        return "OneFlow has packages for Linux only: choose inductor."
+    if device.type not in ("cpu", "cuda"):
+        return f"OneFlow graphs run on cuda and cpu devices, not on {device.type}."
+    if not _is_here() and PYTHON not in os.environ:
+        here = ".".join(map(str, sys.version_info[:2]))
+        return (
+            f"OneFlow is not installed in this Python ({here}; it has packages for 3.7 to 3.10): "
+            f"scripts/oneflow.sh makes a Python that has it, for {PYTHON} to name."
+        )
+    try:
+        version, capability = probe(_python())
+    except OneFlowError as error:
+        return f"OneFlow cannot be used from {_python()}: {error}."
+    if device.type == "cpu":
+        return None
+    if capability is None:
+        return f"OneFlow {version} sees no GPU: it needs NVIDIA's driver and CUDA 11 libraries."
+    major, minor = torch.cuda.get_device_capability(device)
+    if version.startswith("0.9.0") and major > NEWEST_MAJOR_OF_0_9:
+        name = torch.cuda.get_device_name(device)
+        return f"OneFlow {version} has no code for {name} (compute capability {major}.{minor}): choose inductor."
+    return None
+
+
+@lru_cache
+def probe(python: str) -> tuple[str, tuple[int, int] | None]:
+    """Return the version of a Python's OneFlow, and the compute capability of the GPU that it sees, if any.
+
+    Raises OneFlowError if it cannot be imported there.
+    """
+    environment = os.environ | {"GLOG_minloglevel": "2"} | ({} if python == sys.executable else {"PYTHONPATH": ""})
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=120, env=environment, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise OneFlowError(getattr(error, "strerror", None) or "it does not answer") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise OneFlowError(lines[-1] if lines else f"it ended with {done.returncode}")
+    version, capability = json.loads(done.stdout.strip().splitlines()[-1])
+    return version, None if capability is None else tuple(capability)
+
+
+@lru_cache(maxsize=1)
+def _translation() -> str:
+    """Return a digest of what decides which OneFlow graph an exported one becomes."""
+    digest = hashlib.sha256()
+    for name in ("operators", "program", "instances"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8").encode())
+    return digest.hexdigest()[:16]
+
+
+def report(device: Any) -> dict[str, int]:
+    """Return how many graphs OneFlow has built for a device, how often it was reset, and in which process."""
+    return engine(torch.device(device)).report()

@@ -1,0 +1,382 @@
+"""OneFlow graphs of exported programs: one for each set of sizes, within a bound of memory.
+
+OneFlow compiles for fixed sizes and fixed weights, so a program has an instance for every size it met. They all read
+one set of buffers, into which the weights of the region that is called are copied first: a program serves many
+regions, and nobody says when weights change. What OneFlow 0.9.0 allocates
+for a graph it frees only when its whole session is reset, not when the graph goes. So once the instances take more
+than they may, the session is reset, the least recently used ones are forgotten, and the others come back from their
+compiled jobs when they are next called. No torch in here (see `operators`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import json
+import os
+import time
+import weakref
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from .operators import OPERATORS, flow
+
+MOST = 256
+"""Instances at a time. SDXL's UNet has some twenty for each size and batch."""
+SHARE = 4
+"""Instances may take one part in so many of the memory there is, unless told otherwise."""
+IN_USE = 60.0
+"""Seconds since its last call for which an instance counts as in use: forgotten, it would be made again at once."""
+
+_PROGRAM, _INDEX = "program.json", "jobs.json"
+_ENDS = ("inputs", "weights", "outputs", "results")
+
+
+class NoRoom(Exception):
+    """Instances that are in use already take what all of them may."""
+
+
+class Program:
+    """An exported graph as plain data (`program.portable` writes it)."""
+
+    def __init__(self, text: bytes) -> None:
+        fields = json.loads(text)
+        self.text = text
+        self.weights: int = len(fields["weights"])
+        """How many of the inputs, from the first on, are weights."""
+        self.state: list[Any] | None = None
+        """The buffers of the weights, while there are instances."""
+        self._inputs: list[str] = fields["inputs"]
+        self._nodes: list[list[Any]] = fields["nodes"]
+        self._results: list[Any] = fields["results"]
+
+    def run(self, tensors: list[Any], device: str) -> tuple[Any, ...]:
+        """Apply OneFlow's operators to OneFlow's tensors. Raises KeyError with the name of one that it lacks."""
+        values = dict(zip(self._inputs, tensors))
+        for name, target, args, kwargs in self._nodes:
+            arguments = [_decode(value, values, device) for value in args]
+            values[name] = OPERATORS[target](
+                *arguments, **{key: _decode(value, values, device) for key, value in kwargs.items()}
+            )
+        seen = list(tensors)
+        results = []
+        for reference in self._results:
+            value = _decode(reference, values, device)
+            # A graph's results are tensors of its own, each once.
+            results.append(flow._C.identity(value) if any(value is other for other in seen) else value)
+            seen.append(value)
+        return tuple(results)
+
+
+def _decode(value: Any, values: dict[str, Any], device: str) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, values, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "node":
+        return values[content]
+    if kind == "dtype":
+        return getattr(flow, content)
+    return device if kind == "device" else float(content)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A graph that OneFlow has compiled, as bytes, and the names and tensors at its ends."""
+
+    data: bytes
+    inputs: list[str]
+    weights: list[str]
+    outputs: list[str]
+    results: list[list[Any]]
+    """Shape and dtype of each result."""
+
+
+@dataclass
+class _Instance:
+    job: Job | None
+    run: Callable[[list[Any]], list[Any]] | None = None
+    """None while it lies dormant after a reset, and before its first call."""
+    size: int = 0
+    """Bytes that OneFlow took for it."""
+    used: float = 0.0
+
+
+class Instances:
+    """The instances of all programs on one device. Not for several threads at once."""
+
+    def __init__(
+        self,
+        device: str,
+        memory: int | None = None,
+        most: int = MOST,
+        on_unused: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """`memory` is in bytes; without it, a quarter of the machine's or the GPU's.
+
+        `on_unused` is told which program's weights nothing reads any more.
+        """
+        self._on_unused = on_unused
+        self._device = device
+        self._memory = memory or _all_memory(device) // SHARE
+        self._most = most
+        self._programs: dict[str, Program] = {}
+        self._instances: OrderedDict[tuple, _Instance] = OrderedDict()
+        """By program and sizes, the least recently used first."""
+        self.built = 0
+        self.resets = 0
+        _everybody.add(self)
+        atexit.register(_close_all)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Take a program, and the jobs that `data` brings with it, under a name."""
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            self._programs[name] = Program(archive.read(_PROGRAM))
+            for number, fields in enumerate(json.loads(archive.read(_INDEX))):
+                sizes = tuple((dtype, tuple(shape)) for dtype, shape in fields.pop("sizes"))
+                job = Job(archive.read(f"{number}.job"), **fields)
+                self._instances.setdefault((name, sizes), _Instance(job))
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a program of this name."""
+        return name in self._programs
+
+    def data(self, name: str) -> bytes:
+        """Return a program and the jobs compiled for it so far, as `add` takes them."""
+        jobs = [(sizes, i.job) for (program, sizes), i in self._instances.items() if program == name and i.job]
+        return pack(self._programs[name].text, jobs)
+
+    def run(self, name: str, tensors: list[Any], in_place: bool = False) -> list[Any]:
+        """Return the results for these weights and inputs, each in memory of its own, once they are there.
+
+        With `in_place` the weights lie where they lay in every earlier call, and serve as the buffers themselves.
+        Raises NoRoom, and what OneFlow raises.
+        """
+        program = self._programs[name]
+        weights, inputs = tensors[: program.weights], tensors[program.weights :]
+        key = name, tuple((_dtype_name(t.dtype), tuple(t.shape)) for t in inputs)
+        with flow.no_grad():
+            if program.state is None:
+                program.state = weights if in_place else [flow.empty_like(t, device=self._device) for t in weights]
+            if not in_place:
+                for buffer, weight in zip(program.state, weights):
+                    buffer.copy_(weight)
+            instance = self._instances.get(key)
+            if instance is None or instance.run is None:
+                instance = self._make(key, instance, program, inputs)
+            results = instance.run(inputs)
+        flow._oneflow_internal.eager.Sync()  # OneFlow works beside Python, on a CPU too
+        self._instances.move_to_end(key)
+        instance.used = time.monotonic()
+        self._forget_surplus()
+        return results
+
+    def _make(self, key: tuple, instance: _Instance | None, program: Program, inputs: list[Any]) -> _Instance:
+        others = [i.size for i in self._instances.values() if i.used > time.monotonic() - IN_USE]
+        if sum(others) >= self._memory:
+            raise NoRoom(
+                f"OneFlow's graphs in use take {sum(others) / 2**30:.1f} GiB already; "
+                "COMPILED_GRAPHS_ONEFLOW_MEMORY sets how many GiB they may take"
+            )
+        before = _used_memory(self._device)
+        instance = instance or _Instance(None)
+        if instance.job is not None:
+            with suppress(Exception):  # a job of another build; the program is still there
+                instance.run = _open(instance.job, program.state, inputs, self._device)
+        if instance.run is None:
+            instance.run, instance.job = _build(program, inputs, self._device)
+            self.built += 1
+        instance.run(inputs)  # memory is taken when it is first written to
+        flow._oneflow_internal.eager.Sync()
+        instance.size = max(_used_memory(self._device) - before, _bytes_of(inputs))
+        self._instances[key] = instance
+        return instance
+
+    def _forget_surplus(self) -> None:
+        sizes = [instance.size for instance in self._instances.values() if instance.run is not None]
+        if (len(sizes) <= self._most and sum(sizes) <= self._memory) or _others_use_oneflow():
+            return
+        _reset()
+        kept, size = 0, 0
+        for instance in reversed(self._instances.values()):
+            size += instance.size
+            if kept and (size > self._memory // 2 or kept >= self._most // 2):
+                break
+            kept += 1
+        while len(self._instances) > kept:
+            self._instances.popitem(last=False)
+        in_use = {name for name, _ in self._instances}
+        for name, program in self._programs.items():
+            if name not in in_use and program.state is not None:
+                program.state = None
+                self._on_unused(name)
+        self.resets += 1
+
+    def close(self) -> None:
+        """Drop all graphs. They come back when they are called."""
+        for instance in self._instances.values():
+            instance.run = None
+
+
+_everybody: weakref.WeakSet[Instances] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Drop the graphs of all devices: OneFlow ends the process, or hangs, if its session ends before they do."""
+    for instances in _everybody:
+        instances.close()
+    gc.collect()
+
+
+def _reset() -> None:
+    """Have OneFlow free what all its graphs have taken."""
+    from oneflow.framework.session_context import GetDefaultSession
+
+    _close_all()
+    GetDefaultSession().Reset()
+
+
+def pack(program: bytes, jobs: list[tuple[tuple, Job]] = ()) -> bytes:
+    """Return a program and its compiled jobs, by sizes, as one archive."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_PROGRAM, program)
+        index = [{"sizes": sizes, **{f: getattr(job, f) for f in _ENDS}} for sizes, job in jobs]
+        archive.writestr(_INDEX, json.dumps(index))
+        for number, (_, job) in enumerate(jobs):
+            archive.writestr(f"{number}.job", job.data)
+    return buffer.getvalue()
+
+
+def memory_limit() -> int | None:
+    """Return the bytes that COMPILED_GRAPHS_ONEFLOW_MEMORY (in GiB) allows, or None if it says nothing."""
+    try:
+        return int(float(os.environ["COMPILED_GRAPHS_ONEFLOW_MEMORY"]) * 2**30)
+    except (KeyError, ValueError):
+        return None
+
+
+def _build(program: Program, inputs: list[Any], device: str) -> tuple[Callable, Job | None]:
+    """Have OneFlow trace and compile a program for these inputs' sizes."""
+
+    class Region(flow.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number, buffer in enumerate(program.state):
+                self.register_buffer(f"w{number}", buffer)
+
+        def forward(self, *tensors: Any) -> tuple[Any, ...]:
+            return program.run([*(getattr(self, f"w{n}") for n in range(program.weights)), *tensors], device)
+
+    class CompiledGraphs(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.region = Region().eval()
+
+        def build(self, *tensors: Any) -> tuple[Any, ...]:
+            return self.region(*tensors)
+
+    graph = CompiledGraphs()
+    results = graph(*inputs)
+    with suppress(AttributeError):  # a OneFlow that keeps its jobs elsewhere; it then builds anew in each process
+        return lambda tensors: list(graph(*tensors)), _job(graph, results)
+    return lambda tensors: list(graph(*tensors)), None
+
+
+def _job(graph: Any, results: tuple[Any, ...]) -> Job:
+    proto = graph._full_job_proto
+    return Job(
+        proto.SerializeToString(),
+        _names(proto, "input_conf"),
+        _names(proto, "variable_conf"),
+        _names(proto, "output_conf"),
+        [[list(t.shape), _dtype_name(t.dtype)] for t in results],
+    )
+
+
+def _names(job: Any, kind: str) -> list[str]:
+    return [op.name for op in job.net.op if op.HasField(kind)]
+
+
+def _open(job: Job, weights: list[Any], inputs: list[Any], device: str) -> Callable:
+    """Return what runs a compiled job, without tracing (`oneflow.nn.Graph` does the same after it has traced)."""
+    from oneflow.core.job import job_pb2
+    from oneflow.framework import graph_build_util
+    from oneflow.framework.session_context import GetDefaultSession
+    from oneflow.framework.tensor_tuple_util import convert_to_tensor_tuple
+    from oneflow.nn.graph.graph_config import GraphConfig
+
+    internal = flow._oneflow_internal
+    session, config, proto = GetDefaultSession(), GraphConfig(), job_pb2.Job()
+    session.TryInit()
+    _opened.append(None)
+    config.proto.job_name = f"CompiledGraphsOpened_{len(_opened)}"
+    proto.ParseFromString(job.data)
+    proto.job_conf.job_name = config.proto.job_name
+    with graph_build_util.graph_build_context(config.proto, session):
+        scope = internal.GetCurrentScope().symbol_id
+        for op in proto.net.op:
+            if op.HasField("scope_symbol_id"):  # scopes are numbered anew in each process
+                op.scope_symbol_id = scope
+        number = internal.JobBuildAndInferCtx_GetCurrentJobId()
+        graph = internal.nn.graph.CNNGraph(
+            config.proto.job_name, proto.SerializeToString(), number, session._session_ctx
+        )
+    # Variables are named after their place; those that are not used are none.
+    state = convert_to_tensor_tuple([weights[int(name.rpartition(".w")[2])] for name in job.weights])
+    buffers = convert_to_tensor_tuple(
+        [flow.empty(tuple(shape), dtype=getattr(flow, dtype), device=device) for shape, dtype in job.results]
+    )
+    graph.register_input_op_names_and_tensors(job.inputs, convert_to_tensor_tuple(inputs))
+    internal.nn.graph.SoftSyncNNGraphBuffers(buffers, graph)
+    graph.register_output_op_names_and_tensors(job.outputs, buffers)
+    graph.register_variable_op_names_and_tensors(job.weights, state)
+    internal.FillVariableTensorMgr(job.weights, state)
+    internal.eager.Sync()
+    graph.complie_and_init_runtime()
+
+    def run(tensors: list[Any]) -> list[Any]:
+        contiguous = convert_to_tensor_tuple([t.contiguous() for t in tensors])
+        internal.nn.graph.RunLazyNNGraph(contiguous, buffers, state, graph)
+        results = [buffer.clone() for buffer in buffers]
+        internal.nn.graph.SoftSyncNNGraphBuffers(buffers, graph)
+        return results
+
+    return run
+
+
+_opened: list[None] = []
+"""One for each opened job: their names must differ."""
+
+
+def _others_use_oneflow() -> bool:
+    """Whether somebody else has graphs in this process, which a reset of the session would break."""
+    return any(not name.startswith("CompiledGraphs") for name in flow.nn.Graph._child_init_cnt)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def _bytes_of(tensors: list[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _used_memory(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(flow._oneflow_internal.GetCUDAMemoryUsed()) * 2**20
+    with open("/proc/self/statm") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _all_memory(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(flow.cuda.get_device_properties(flow.device(device)).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,152 @@
+"""OneFlow in another Python: it has packages for Python 3.7 to 3.10 only, and hosts have gone on since."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...jobs import CompileTimeout, compile_limit
+from .serve import Arena, places, receive, send
+
+_BOOT = (
+    "import importlib, sys, types; path, device, descriptor = sys.argv[1:]; "
+    "package = types.ModuleType('oneflow_side'); package.__path__ = [path]; sys.modules['oneflow_side'] = package; "
+    "importlib.import_module('oneflow_side.serve').main(device, int(descriptor))"
+)
+"""Imports this folder's modules without the packages around it, which import torch."""
+
+
+class OneFlowError(RuntimeError):
+    """What OneFlow said, or that its process could not be kept alive."""
+
+
+class WorkerProcess:
+    """The one process that serves a device; started when it is wanted, and again if it dies."""
+
+    def __init__(self, python: str, device: torch.device) -> None:
+        self._python = python
+        self._device = device
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._arena = Arena(os.memfd_create("compiled_graphs"))
+        self._known: dict[str, bytes] = {}
+        """What it was given, for a process that takes its place."""
+        self._counts: dict[str, int] = {}
+        """How many of each program's tensors are weights."""
+        self._floor = 0
+        """Where the weights end that lie in the arena."""
+        self.starts = 0
+
+    def add(self, name: str, data: bytes, weights: int) -> None:
+        """Let it know a program, whose first tensors are so many weights."""
+        with self._lock:
+            if name not in self._known:
+                self._known[name], self._counts[name] = data, weights
+                self._ask({"do": "add", "program": name}, data)
+
+    def data(self, name: str) -> bytes:
+        """Return a program with what has been compiled of it so far."""
+        with self._lock:
+            self._known[name] = self._ask({"do": "data", "program": name})[1]
+            return self._known[name]
+
+    def report(self) -> dict[str, int]:
+        """Return how many graphs it built, how often it dropped them, and its process number."""
+        with self._lock:
+            return self._ask({"do": "report"})[0]
+
+    def run(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the results for tensors of any device, on this one. Raises OneFlowError and CompileTimeout."""
+        with self._lock:
+            sizes = [t.numel() * t.element_size() for t in tensors]
+            begin, end = self._place_of_weights(name, sizes)
+            count = self._counts[name]
+            weights, _ = places(sizes[:count], begin)
+            inputs, end_of_inputs = places(sizes[count:], self._floor)
+            memory = self._arena.reserve(max(end_of_inputs, 1))
+            described = []
+            for tensor, offset in zip(tensors, [*weights, *inputs], strict=True):
+                _view(memory, tensor.dtype, tensor.shape, offset).copy_(tensor)
+                described.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
+            message = {"tensors": described, "weights": [begin, end], "end": end_of_inputs}
+            answer, _ = self._ask({"do": "run", "program": name, **message})
+            memory = self._arena.reserve(max(answer["end"], 1))
+            views = [_view(memory, getattr(torch, d), shape, offset) for d, shape, offset in answer["results"]]
+            return [view.to(self._device, copy=True) for view in views]
+
+    def _place_of_weights(self, name: str, sizes: list[int]) -> tuple[int, int]:
+        """Return where a program's weights begin and end in the arena, the same for as long as this object lives."""
+        if name not in self._arena.weights:
+            _, end = places(sizes[: self._counts[name]], self._floor)
+            end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._arena.weights[name] = self._floor, end
+            self._floor = end
+        return self._arena.weights[name]
+
+    def _ask(self, message: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        """Return the answer; a process that is gone is replaced once."""
+        for last_try in (False, True):
+            try:
+                if self._process is None:
+                    self._start()
+                answer, rest = self._exchange(message, data)
+                break
+            except (EOFError, OSError) as error:
+                self._end()
+                if last_try:
+                    raise OneFlowError(f"OneFlow's process ended ({error or 'without a word'})") from None
+        if "error" in answer:
+            raise OneFlowError(answer["error"])
+        return answer, rest
+
+    def _exchange(self, message: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        limit = compile_limit()
+        expired = threading.Event()
+        timer = threading.Timer(limit, lambda: (expired.set(), self._process.kill()))
+        timer.daemon = True
+        timer.start()
+        try:
+            send(self._process.stdin, message, data)
+            return receive(self._process.stdout)
+        except (EOFError, OSError):
+            if expired.is_set():
+                self._end()
+                raise CompileTimeout(f"OneFlow took more than {limit:g} s") from None
+            raise
+        finally:
+            timer.cancel()
+
+    def _start(self) -> None:
+        environment = os.environ | {"GLOG_minloglevel": "2", "PYTHONPATH": ""}
+        folder, descriptor = str(Path(__file__).resolve().parent), self._arena.descriptor
+        command = [self._python, "-c", _BOOT, folder, str(self._device), str(descriptor)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=[descriptor]
+        )
+        self.starts += 1
+        for name, data in self._known.items():
+            self._exchange({"do": "add", "program": name}, data)
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # what was still to be written
+                    pipe.close()
+
+
+def _view(memory: Any, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))

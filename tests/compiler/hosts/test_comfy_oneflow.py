@@ -1,0 +1,44 @@
+"""OneFlow in a real ComfyUI: models and VAEs through its own samplers and coders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
+from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.hosts import comfy as host
+
+REASON = OneFlowBackend().available(torch.device("cpu"))
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"OneFlow: {REASON}"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="OneFlow: these are for the CPU"),
+]
+BOUND = 1e-4
+
+
+def assert_same(ours: torch.Tensor, eager: torch.Tensor) -> None:
+    assert (ours - eager).abs().max() <= BOUND * eager.abs().max()
+
+
+@pytest.mark.parametrize("name", ["tiny_sd15", "tiny_sdxl", "tiny_sd3", "tiny_flux"])
+def test_images_of_a_model_are_eagers_at_every_size(name, load, sample, registry):
+    model = load(name)
+    compiled, text = host.compile_model(model, host.Request("oneflow"))
+    assert ", 0 eager" in text, text
+    with totals.expect(compiles=0, retired=0):
+        for change in ({}, {"height": 9, "width": 5, "batch": 3}, {"tokens": 154, "cfg": 1.0}, {}):
+            assert_same(sample(compiled, name, **change), sample(model, name, **change))
+    assert not totals.eager_calls
+
+
+@pytest.mark.parametrize("name", ["small_kl", "sd3", "taesd", "svd"])
+def test_images_of_a_vae_are_eagers_in_both_directions(name, load_vae, registry):
+    vae = load_vae(name)
+    compiled, text = host.compile_vae(vae, host.Request("oneflow"), encode=True)
+    assert ", 0 eager" in text, text
+    with totals.expect(compiles=0, retired=0), torch.inference_mode():
+        for batch, height, width in ((1, 4, 6), (2, 3, 5), (1, 4, 6)):
+            latent = torch.randn(batch, vae.latent_channels, height, width)
+            assert_same(compiled.decode(latent), vae.decode(latent))
+        pixels = torch.rand(1, 32, 48, 3)
+        assert_same(compiled.encode(pixels), vae.encode(pixels))
