@@ -11,6 +11,7 @@ compiled jobs when they are next called. No torch in here (see `operators`).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import io
 import json
@@ -30,15 +31,15 @@ MOST = 256
 """Instances at a time. SDXL's UNet has some twenty for each size and batch."""
 SHARE = 4
 """Instances may take one part in so many of the memory there is, unless told otherwise."""
-IN_USE = 60.0
-"""Seconds since its last call for which an instance counts as in use: forgotten, it would be made again at once."""
+AGAIN, SECONDS = 3, 60.0
+"""Times in so many seconds that an instance may be made: more often, what is in use does not fit at once."""
 
 _PROGRAM, _INDEX = "program.json", "jobs.json"
 _ENDS = ("inputs", "weights", "outputs", "results")
 
 
 class NoRoom(Exception):
-    """Instances that are in use already take what all of them may."""
+    """What is in use at once takes more than it may."""
 
 
 class Program:
@@ -105,7 +106,6 @@ class _Instance:
     """None while it lies dormant after a reset, and before its first call."""
     size: int = 0
     """Bytes that OneFlow took for it."""
-    used: float = 0.0
 
 
 class Instances:
@@ -129,6 +129,8 @@ class Instances:
         self._programs: dict[str, Program] = {}
         self._instances: OrderedDict[tuple, _Instance] = OrderedDict()
         """By program and sizes, the least recently used first."""
+        self._made: dict[tuple, list[float]] = {}
+        """When instances were made, also those that are forgotten by now."""
         self.built = 0
         self.resets = 0
         _everybody.add(self)
@@ -173,17 +175,18 @@ class Instances:
             results = instance.run(inputs)
         flow._oneflow_internal.eager.Sync()  # OneFlow works beside Python, on a CPU too
         self._instances.move_to_end(key)
-        instance.used = time.monotonic()
         self._forget_surplus()
         return results
 
     def _make(self, key: tuple, instance: _Instance | None, program: Program, inputs: list[Any]) -> _Instance:
-        others = [i.size for i in self._instances.values() if i.used > time.monotonic() - IN_USE]
-        if sum(others) >= self._memory:
+        now = time.monotonic()
+        recently = [made for made in self._made.get(key, []) if made > now - SECONDS]
+        if len(recently) >= AGAIN:
             raise NoRoom(
-                f"OneFlow's graphs in use take {sum(others) / 2**30:.1f} GiB already; "
-                "COMPILED_GRAPHS_ONEFLOW_MEMORY sets how many GiB they may take"
+                f"OneFlow's graphs do not fit into {self._memory / 2**30:.1f} GiB: "
+                "COMPILED_GRAPHS_ONEFLOW_MEMORY sets how many they may take"
             )
+        self._made[key] = [*recently, now]
         before = _used_memory(self._device)
         instance = instance or _Instance(None)
         if instance.job is not None:
@@ -203,6 +206,8 @@ class Instances:
         if (len(sizes) <= self._most and sum(sizes) <= self._memory) or _others_use_oneflow():
             return
         _reset()
+        made = sorted(self._made.items(), key=lambda item: item[1][-1])[-2 * self._most :]
+        self._made = dict(made)
         kept, size = 0, 0
         for instance in reversed(self._instances.values()):
             size += instance.size
@@ -240,6 +245,8 @@ def _reset() -> None:
 
     _close_all()
     GetDefaultSession().Reset()
+    with suppress(OSError, AttributeError):  # without glibc, what is freed is not given back at once
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def pack(program: bytes, jobs: list[tuple[tuple, Job]] = ()) -> bytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 
 REASON = OneFlowBackend().available(torch.device("cpu"))
 needs_oneflow = pytest.mark.skipif(REASON is not None, reason=f"OneFlow: {REASON}")
+in_worker = pytest.mark.skipif(importlib.util.find_spec("oneflow") is not None, reason="OneFlow: it is in this process")

@@ -1,0 +1,141 @@
+"""Instances where they live: in a Python that has OneFlow and no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from compiled_graphs.compiler.backends.oneflow import backend
+from oneflow_here import needs_oneflow
+
+pytestmark = needs_oneflow
+BEGIN = """
+import gc, json, os, sys, types
+package = sys.modules["side"] = types.ModuleType("side")
+package.__path__ = [sys.argv[1]]
+import oneflow as flow
+from side import instances
+from side.instances import Instances, NoRoom, pack
+
+CONVOLUTION = pack(json.dumps({
+    "inputs": ["w", "x"], "weights": [["float32", [64, 64, 3, 3]]],
+    "nodes": [["h", "aten.convolution.default",
+               [{"node": "x"}, {"node": "w"}, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1], {}],
+              ["s", "aten.silu.default", [{"node": "h"}], {}]],
+    "results": [{"node": "s"}]}).encode())
+weight = flow.randn(64, 64, 3, 3)
+image = lambda number: flow.randn(2, 64, 48 + number, 48)
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+tell = lambda **facts: print(json.dumps(facts))
+"""
+
+
+def run(code):
+    environment = os.environ | {"GLOG_minloglevel": "2", "PYTHONPATH": ""}
+    command = [backend._python(), "-c", BEGIN + code, str(Path(backend.__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+SIZES = """
+all_of_them = Instances("cpu", memory=int(sys.argv[2]))
+all_of_them.add("a", CONVOLUTION)
+begin, most = resident(), 0
+for number in range(60):
+    (result,) = all_of_them.run("a", [weight, image(number)])
+    assert result.shape == (2, 64, 48 + number, 48)
+    most = max(most, resident())
+tell(grown=most - begin, built=all_of_them.built, resets=all_of_them.resets)
+"""
+
+
+def test_memory_stays_bounded_over_many_sizes_and_would_not_otherwise():
+    bounded, free = (run(SIZES.replace("sys.argv[2]", str(limit))) for limit in (256 * 2**20, 2**40))
+    assert bounded["built"] == free["built"] == 60
+    assert free["resets"] == 0
+    assert 3 <= bounded["resets"] < 30
+    assert bounded["grown"] < 512 < 768 < free["grown"]
+
+
+def test_what_was_used_last_comes_back_from_its_job_and_the_rest_is_forgotten():
+    told = run("""
+few = Instances("cpu", most=4)
+few.add("a", CONVOLUTION)
+images = [image(number) for number in range(5)]
+results = [few.run("a", [weight, x])[0].numpy() for x in images]
+reset, built = few.resets, few.built
+same = [bool((few.run("a", [weight, x])[0].numpy() == r).all()) for x, r in zip(images[3:], results[3:])]
+after_recent = few.built
+few.run("a", [weight, images[0]])
+tell(reset=reset, built=built, same=same, after_recent=after_recent, after_oldest=few.built)
+""")
+    assert told == {"reset": 1, "built": 5, "same": [True, True], "after_recent": 5, "after_oldest": 6}
+
+
+def test_what_does_not_fit_at_once_is_not_made_time_and_again():
+    told = run("""
+small = Instances("cpu", memory=2**20)
+small.add("a", CONVOLUTION)
+images, done = [image(0), image(1)], 0
+try:
+    while done < 100:
+        small.run("a", [weight, images[done % 2]])
+        done += 1
+except NoRoom as error:
+    tell(done=done, said=str(error))
+""")
+    assert told["done"] <= 6
+    assert "do not fit into 0.0 GiB: COMPILED_GRAPHS_ONEFLOW_MEMORY" in told["said"]
+
+
+def test_weights_are_copied_in_whenever_they_are_not_in_place():
+    told = run("""
+one = Instances("cpu")
+one.add("a", CONVOLUTION)
+x = image(0)
+first = one.run("a", [weight, x])[0].numpy()
+doubled = one.run("a", [weight * 2, x])[0].numpy()
+weight.zero_()
+last = one.run("a", [weight, x])[0].numpy()
+tell(changed=float(abs(doubled - first).max()), gone=float(abs(last).max()), built=one.built)
+""")
+    assert told["changed"] > 1
+    assert told["gone"] == 0
+    assert told["built"] == 1
+
+
+def test_a_reset_leaves_what_other_code_has_compiled_alone():
+    told = run("""
+class Other(flow.nn.Graph):
+    def build(self, x):
+        return x + 1
+
+other = Other()
+other(flow.ones(2))
+few = Instances("cpu", most=1)
+few.add("a", CONVOLUTION)
+for number in range(3):
+    few.run("a", [weight, image(number)])
+tell(resets=few.resets, other=other(flow.ones(2)).numpy().tolist())
+del other
+""")
+    assert told == {"resets": 0, "other": [2.0, 2.0]}
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"\x80\x04N."])
+def test_bytes_that_hold_no_program_are_refused(text):
+    told = run(f"""
+try:
+    Instances("cpu").add("a", pack({text!r}))
+except (KeyError, ValueError) as error:
+    tell(refused=True)
+""")
+    assert told == {"refused": True}
+
+
+def test_this_python_needs_no_torch():
+    assert run("tell(torch='torch' in sys.modules)") == {"torch": False}
