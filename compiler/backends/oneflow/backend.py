@@ -68,15 +68,31 @@ class InProcess:
         return {"built": self._instances.built, "resets": self._instances.resets, "process": os.getpid()}
 
     def run(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        import oneflow
-
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # OneFlow has streams of its own
         with self._lock:
-            # Parameters say that they want gradients, and then give no memory away.
-            theirs = [oneflow.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach().contiguous())) for t in tensors]
-            results = self._instances.run(name, theirs)
-            return [torch.from_dlpack(oneflow.to_dlpack(result)) for result in results]
+            results = self._instances.run(name, [_to_oneflow(tensor) for tensor in tensors])
+            return [_to_torch(result) for result in results]
+
+
+def _to_oneflow(tensor: torch.Tensor) -> Any:
+    """Share a tensor's memory. Parameters say that they want gradients, and then give none away."""
+    import oneflow
+
+    plain = tensor.detach().contiguous()
+    if tensor.dtype is torch.bool:  # which OneFlow 0.9.0 does not take from others
+        return oneflow.from_dlpack(torch.utils.dlpack.to_dlpack(plain.view(torch.uint8))).to(oneflow.bool)
+    return oneflow.from_dlpack(torch.utils.dlpack.to_dlpack(plain))
+
+
+def _to_torch(result: Any) -> torch.Tensor:
+    import oneflow
+
+    if result.dtype == oneflow.bool:
+        numbers = result.to(oneflow.uint8)
+        oneflow._oneflow_internal.eager.Sync()
+        return torch.from_dlpack(oneflow.to_dlpack(numbers)).view(torch.bool)
+    return torch.from_dlpack(oneflow.to_dlpack(result))
 
 
 class OneFlowExecutable:
