@@ -18,6 +18,8 @@ class Backend(Protocol):
     """A compiler for exported regions."""
 
     name: str
+    recordable: bool
+    """Whether its executables can be part of a CUDA graph."""
 
     def available(self, device: torch.device) -> str | None:
         """Return None, or one sentence saying what is missing for this device and how to get it."""

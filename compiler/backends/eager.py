@@ -36,6 +36,7 @@ class EagerBackend:
     """Satisfies `Backend`."""
 
     name = "eager"
+    recordable = True
 
     def available(self, device: torch.device) -> str | None:
         return None

@@ -128,6 +128,7 @@ class InductorBackend:
     """Satisfies `Backend`."""
 
     name = "inductor"
+    recordable = True
 
     def available(self, device: torch.device) -> str | None:
         if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:

@@ -364,7 +364,7 @@ def _install(
         entrance.install_while_running(forwards)
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
-    if request.record and prefix:
+    if request.record and prefix and chosen.recordable:
         _record_steps(clone, network, prefix, lambda: request.on_change(text()))
     entrances[0].on_call()
     return text()

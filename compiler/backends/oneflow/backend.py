@@ -12,6 +12,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ from ...graph import GraphSpec
 from ...trace import ExportedRegion
 from .instances import Instances, memory_limit, pack
 from .program import portable
-from .worker_process import OneFlowError, WorkerProcess
+from .worker_process import WorkerProcess
 
 PYTHON = "COMPILED_GRAPHS_ONEFLOW_PYTHON"
 """Environment variable: a Python that has OneFlow, if this one has not."""
@@ -127,6 +128,8 @@ class OneFlowBackend:
     """Satisfies `Backend`."""
 
     name = "oneflow"
+    recordable = False
+    """OneFlow has streams of its own, and waits for them."""
 
     def available(self, device: torch.device) -> str | None:
         reason = _missing(device)
@@ -135,10 +138,14 @@ class OneFlowBackend:
         return " ".join(filter(None, [reason, onediff_text()]))
 
     def environment(self, device: torch.device) -> dict[str, str]:
-        version, _ = probe(_python())
         capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
         named = f"{device.type} {capability}".strip()
-        return {"backend": self.name, "oneflow": version, "device": named, "translation": _translation()}
+        return {
+            "backend": self.name,
+            "oneflow": probe(_python()).version,
+            "device": named,
+            "translation": _translation(),
+        }
 
     def warm_up(self) -> None:
         torch.export.default_decompositions()
@@ -205,39 +212,46 @@ def _missing(device: torch.device) -> str | None:
             f"OneFlow is not installed in this Python ({here}; it has packages for 3.7 to 3.10): "
             f"scripts/oneflow.sh makes a Python that has it, for {PYTHON} to name."
         )
-    try:
-        version, capability = probe(_python())
-    except OneFlowError as error:
-        return f"OneFlow cannot be used from {_python()}: {error}."
+    found = probe(_python())
+    if found.error:
+        return f"OneFlow cannot be used from {_python()}: {found.error}."
     if device.type == "cpu":
         return None
-    if capability is None:
-        return f"OneFlow {version} sees no GPU: it needs NVIDIA's driver and CUDA 11 libraries."
+    if found.capability is None:
+        return f"OneFlow {found.version} sees no GPU: it needs NVIDIA's driver and CUDA 11 libraries."
     major, minor = torch.cuda.get_device_capability(device)
-    if version.startswith("0.9.0") and major > NEWEST_MAJOR_OF_0_9:
+    if found.version.startswith("0.9.0") and major > NEWEST_MAJOR_OF_0_9:
         name = torch.cuda.get_device_name(device)
-        return f"OneFlow {version} has no code for {name} (compute capability {major}.{minor}): choose inductor."
+        return f"OneFlow {found.version} has no code for {name} (compute capability {major}.{minor}): choose inductor."
     return None
 
 
-@lru_cache
-def probe(python: str) -> tuple[str, tuple[int, int] | None]:
-    """Return the version of a Python's OneFlow, and the compute capability of the GPU that it sees, if any.
+@dataclass(frozen=True)
+class Found:
+    """A Python's OneFlow."""
 
-    Raises OneFlowError if it cannot be imported there.
-    """
+    version: str = ""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the GPU that it sees, if any."""
+    error: str = ""
+    """Why it cannot be used, if so."""
+
+
+@lru_cache
+def probe(python: str) -> Found:
+    """Ask a Python about its OneFlow, once: that takes a second."""
     environment = os.environ | {"GLOG_minloglevel": "2"} | ({} if python == sys.executable else {"PYTHONPATH": ""})
     try:
         done = subprocess.run(
             [python, "-c", _PROBE], capture_output=True, text=True, timeout=120, env=environment, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise OneFlowError(getattr(error, "strerror", None) or "it does not answer") from None
+        return Found(error=getattr(error, "strerror", None) or "it does not answer")
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise OneFlowError(lines[-1] if lines else f"it ended with {done.returncode}")
+        return Found(error=lines[-1] if lines else f"it ended with {done.returncode}")
     version, capability = json.loads(done.stdout.strip().splitlines()[-1])
-    return version, None if capability is None else tuple(capability)
+    return Found(version, None if capability is None else tuple(capability))
 
 
 @lru_cache(maxsize=1)

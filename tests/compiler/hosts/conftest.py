@@ -18,7 +18,8 @@ import pytest
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
 # A package: in the root of this repository there is a module of that name.
 _diffusers = find_spec("diffusers")
-collect_ignore = [] if _diffusers and _diffusers.submodule_search_locations else ["test_diffusers.py"]
+_ours = ["test_diffusers.py", "test_diffusers_oneflow.py"]
+collect_ignore = [] if _diffusers and _diffusers.submodule_search_locations else _ours
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 os.environ.update(OTEL_SDK_DISABLED="true", HF_HUB_OFFLINE="1")

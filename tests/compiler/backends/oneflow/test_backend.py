@@ -300,7 +300,7 @@ def test_a_python_that_has_none_is_named(monkeypatch, python, says):
 
 def test_a_gpu_that_oneflow_has_no_code_for_is_named(monkeypatch):
     monkeypatch.setenv(backend.PYTHON, "python3.10")
-    monkeypatch.setattr(backend, "probe", lambda python: ("0.9.0", (9, 0)))
+    monkeypatch.setattr(backend, "probe", lambda python: backend.Found("0.9.0", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     reason = BACKEND.available(torch.device("cuda"))

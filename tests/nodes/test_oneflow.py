@@ -1,0 +1,70 @@
+"""OneFlow over HTTP: a whole prompt, and a file of its graphs after a restart."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
+
+REASON = OneFlowBackend().available(torch.device("cpu"))
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=f"OneFlow: {REASON}"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="OneFlow: these are for the CPU"),
+]
+
+
+def totals(server):
+    return server.get("/compiled_graphs/registry")["totals"]
+
+
+@pytest.fixture
+def speedy(workflow):
+    """Text to image with model and VAE through OneFlow, both saved; uncompiled without `compiled`."""
+
+    def make(*size, compiled=True, **sampler):
+        prompt = workflow(*size, compiled=compiled, **sampler)
+        if compiled:
+            prompt["2"]["inputs"]["backend"] = "oneflow"
+            prompt["20"] = {"class_type": "CG_VAESpeedup", "inputs": {"vae": ["1", 2], "backend": "oneflow"}}
+            decode(prompt)["inputs"]["vae"] = ["20", 0]
+            inputs = {"model": ["2", 0], "vae": ["20", 0], "filename_prefix": "oneflow", "after": ["6", 0]}
+            prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": inputs}
+        return prompt
+
+    return make
+
+
+def decode(prompt):
+    return next(node for node in prompt.values() if node["class_type"] == "VAEDecode")
+
+
+def test_a_prompt_through_oneflow_makes_eagers_image_and_its_file_serves_after_a_restart(
+    home, start_server, speedy, pixels
+):
+    with start_server() as server:
+        for number, size in enumerate([(128, 128), (192, 96, 2), (128, 128)]):
+            outputs = server.run(speedy(*size, seed=31 + number))
+            theirs = pixels(server, server.run(speedy(*size, seed=31 + number, compiled=False)))
+            ours = pixels(server, outputs)
+            assert max(abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) <= 1
+            if not number:
+                assert ", 0 eager" in outputs["2"]["text"][0]
+                assert totals(server)["compiles"] == 4
+        assert totals(server)["compiles"] == 4
+        assert (totals(server)["retired"], totals(server)["reasons"]) == (0, {})
+        (name,) = {found for node in outputs.values() for found in re.findall(r"oneflow_\d{5}_\.graph\.\w+", str(node))}
+    with start_server() as server:
+        prompt = copy.deepcopy(speedy(128, 128, seed=33))
+        load = {"model": ["1", 0], "vae": ["1", 2], "graph": name}
+        prompt["2"] = {"class_type": "CG_LoadGraph", "inputs": load}
+        del prompt["20"], prompt["9"]
+        decode(prompt)["inputs"]["vae"] = ["2", 1]
+        outputs = server.run(prompt)
+        assert "3 of 3 regions" in outputs["2"]["text"][0]
+        assert totals(server)["compiles"] == 0
+        assert totals(server)["reasons"] == {}
+        again = pixels(server, outputs)
+        assert max(abs(a - b).max() for a, b in zip(again, ours, strict=True)) <= 1
