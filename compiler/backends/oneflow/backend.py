@@ -194,7 +194,7 @@ _ARGS_TREE = ("framework", "args_tree.py")
 
 def _is_here() -> bool:
     """Whether OneFlow can be imported in this process."""
-    return PYTHON not in os.environ and importlib.util.find_spec("oneflow") is not None
+    return not os.environ.get(PYTHON) and importlib.util.find_spec("oneflow") is not None
 
 
 def _python() -> str:
@@ -206,7 +206,7 @@ def _missing(device: torch.device) -> str | None:
         return "OneFlow has packages for Linux only: choose inductor."
     if device.type not in ("cpu", "cuda"):
         return f"OneFlow graphs run on cuda and cpu devices, not on {device.type}."
-    if not _is_here() and PYTHON not in os.environ:
+    if not _is_here() and not os.environ.get(PYTHON):
         here = ".".join(map(str, sys.version_info[:2]))
         return (
             f"OneFlow is not installed in this Python ({here}; it has packages for 3.7 to 3.10): "

@@ -501,11 +501,11 @@ ROWS = [
     Row(
         "HyperTile",
         patched(
-            "HyperTile", "hypertile", tile_size=lambda v: int(256 * v), swap_size=2, max_depth=1, scale_depth=False
+            "HyperTile", "hypertile", tile_size=lambda v: int(128 * v), swap_size=2, max_depth=1, scale_depth=False
         ),
-        lambda model, value: {"height": 64, "width": 64},
+        lambda model, value: {"height": 32, "width": 32},
         columns=SD15,
-        values=(1.0, 2.0),
+        values=(1.0, 0.5),
         eager=frozenset({"patch attn1_patch"}),
     ),
     Row(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.backends.oneflow import OneFlowBackend, backend
+from compiled_graphs.compiler.backends.oneflow import backend
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts import comfy as host
 
-REASON = OneFlowBackend().available(torch.device("cpu"))
-pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=f"OneFlow: {REASON}"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="OneFlow: these are for the CPU"),
-]
+pytestmark = pytest.mark.oneflow
 BOUND = 1e-4
 
 
@@ -72,4 +68,9 @@ def test_images_of_a_vae_are_eagers_in_both_directions(name, load_vae, registry)
             latent = torch.randn(batch, vae.latent_channels, height, width)
             assert_same(compiled.decode(latent), vae.decode(latent))
         pixels = torch.rand(1, 32, 48, 3)
-        assert_same(compiled.encode(pixels), vae.encode(pixels))
+        assert_same(*(_encode(coder, pixels) for coder in (compiled, vae)))
+
+
+def _encode(vae, pixels):
+    torch.manual_seed(5)  # ComfyUI of 2024 draws a latent where later versions take the mean
+    return vae.encode(pixels)

@@ -33,7 +33,7 @@ from networks import (
     transformer,
     weights_of,
 )
-from oneflow_here import in_worker, needs_oneflow
+from oneflow_here import in_worker
 from torch import nn
 
 BACKEND = OneFlowBackend()
@@ -54,7 +54,7 @@ def built():
     return backend.report(CPU)["built"]
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_the_executable_gives_what_each_region_gives_at_every_size_before_and_after_saving():
     network = ConvolutionNetwork()
     exported = export(network)
@@ -67,7 +67,7 @@ def test_the_executable_gives_what_each_region_gives_at_every_size_before_and_af
                 torch.testing.assert_close(result, block(network.stem(x), emb), **CLOSE)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_inputs_in_any_layout_are_taken():
     network = transformer()
     executable = BACKEND.compile(export(network))
@@ -76,7 +76,7 @@ def test_inputs_in_any_layout_are_taken():
     torch.testing.assert_close(result, network.blocks[0](x), **CLOSE)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_an_edit_of_a_weight_and_another_tensor_in_its_place_show_in_the_next_call():
     network = transformer()
     block, executable, x = network.blocks[0], BACKEND.compile(export(network)), torch.randn(2, 7, WIDTH)
@@ -90,7 +90,7 @@ def test_an_edit_of_a_weight_and_another_tensor_in_its_place_show_in_the_next_ca
         torch.testing.assert_close(executable(*weights_of(block), x)[0], block(x), **CLOSE)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_results_are_nobody_elses():
     network = transformer()
     executable, weights = BACKEND.compile(export(network)), weights_of(network.blocks[0])
@@ -103,7 +103,7 @@ def test_results_are_nobody_elses():
     assert torch.equal(executable(*weights, one)[0], kept)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_a_size_that_comes_back_builds_nothing(fresh):
     network = transformer()
     executable, weights = BACKEND.compile(export(network)), weights_of(network.blocks[0])
@@ -117,7 +117,7 @@ def test_a_size_that_comes_back_builds_nothing(fresh):
     assert built() == before
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_from_disk(tmp_path):
     network = StreamNetwork()
     image, text = network.inputs(sizes())
@@ -143,7 +143,7 @@ def test_of_what_is_saved_nothing_is_a_pickle():
     assert program["weights"][0] == ["float32", [WIDTH]]
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 @in_worker
 def test_a_file_loads_in_a_new_process_and_builds_nothing_for_the_sizes_it_has_seen(fresh, tmp_path):
     network = transformer()
@@ -171,7 +171,7 @@ def compile_with(network, graphs):
     return compiled
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 @in_worker
 def test_one_process_serves_a_device_and_is_replaced_when_it_dies(fresh):
     networks = [transformer(), ConvolutionNetwork()]
@@ -203,7 +203,7 @@ sys.stdin.read()
 """
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 @in_worker
 def test_the_process_ends_with_the_one_it_serves():
     host = subprocess.Popen(
@@ -268,7 +268,7 @@ def test_dtypes_that_oneflow_does_not_compute_in_are_named(dtype, reason):
         BACKEND.compile(exported)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_its_environment_names_oneflow_the_device_and_the_translation():
     fields = BACKEND.environment(CPU)
     assert (fields["backend"], fields["oneflow"], fields["device"]) == ("oneflow", "0.9.0", "cpu")

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from compiled_graphs.compiler.backends.oneflow import backend
-from oneflow_here import needs_oneflow
 
-pytestmark = needs_oneflow
+pytestmark = pytest.mark.oneflow
 BEGIN = """
 import gc, json, os, sys, types
 package = sys.modules["side"] = types.ModuleType("side")

@@ -12,7 +12,6 @@ from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 from compiled_graphs.compiler.backends.oneflow.operators import OPERATORS
 from compiled_graphs.compiler.graph import GraphSpec, InputSpec
 from compiled_graphs.compiler.trace import ExportedRegion
-from oneflow_here import needs_oneflow
 from torch import nn
 
 attention.register_operator()
@@ -146,7 +145,7 @@ def run(function, tensors):
     return OneFlowBackend().compile(ExportedRegion(program, spec))(*tensors)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_torchs(name, dtype):
@@ -164,7 +163,7 @@ def test_values_are_torchs(name, dtype):
         torch.testing.assert_close(result, wanted, **bound)
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_sizes_are_computed_with():
     def by_sizes(x):
         height, width = x.shape[2:]
@@ -189,7 +188,7 @@ def test_every_operator_has_a_test():
     assert OPERATORS.keys() == {*CASES, *BY_SIZES}
 
 
-@needs_oneflow
+@pytest.mark.oneflow
 def test_long_attention_goes_through_in_parts():
     """At 2,048 pixels a side an image's own decoder would ask for 16 GB of scores."""
     q = _numbers(1, 1, 16384, 4)
