@@ -1,4 +1,4 @@
-"""The command line: `python -m compiled_graphs trust FILE` and `python -m compiled_graphs store list`.
+"""The command line: `python -m compiled_graphs trust FILE`, `... store list` and `... backends`.
 
 Where the extension is not installed as a package, run `python -m FOLDER trust FILE` in `custom_nodes`.
 """
@@ -50,7 +50,26 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(act=action)
         if action is _prune:
             command.add_argument("--limit", metavar="GB", type=gigabytes, help="by default COMPILED_GRAPHS_STORE_LIMIT")
+    backends = commands.add_parser("backends", help="say which compilers can be used here, and of others why not")
+    backends.set_defaults(run=_backends)
     return parser
+
+
+def _backends(options: argparse.Namespace) -> int:
+    import torch
+
+    from .compiler.backends import BACKENDS
+    from .compiler.backends.oneflow import onediff_text
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, backend in BACKENDS.items():
+        reason = backend.available(device)
+        fields = {} if reason else backend.environment(device)
+        versions = ", ".join(f"{key} {fields[key]}" for key in ("torch", "triton", "oneflow") if key in fields)
+        print(f"{name}: {reason or f'can be used on {device.type} ({versions})'}")
+    if text := onediff_text():
+        print(text)
+    return 0
 
 
 def _trust(options: argparse.Namespace) -> int:

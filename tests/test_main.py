@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 from compiled_graphs import __main__ as command_line
 from compiled_graphs.__main__ import main
+from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.graph import GraphSpec
 from compiled_graphs.compiler.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
 from compiled_graphs.compiler.store import FolderStore
@@ -226,3 +229,12 @@ def test_a_store_that_cannot_be_listed_is_said_in_one_sentence(store, monkeypatc
     monkeypatch.setattr(FolderStore, "_list", denied)
     assert main(["store", "list"]) == 2
     assert "Permission denied" in capsys.readouterr().err
+
+
+def test_backends_are_listed_with_what_they_are_or_why_they_cannot_be_used(monkeypatch, capsys):
+    monkeypatch.setattr(type(BACKENDS["inductor"]), "available", lambda self, device: "Install a compiler.")
+    monkeypatch.setattr(type(BACKENDS["oneflow"]), "available", lambda self, device: "OneFlow is not there.")
+    assert main(["backends"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3:2] == ["inductor: Install a compiler.", "oneflow: OneFlow is not there."]
+    assert re.fullmatch(rf"eager: can be used on \w+ \(torch {re.escape(torch.__version__)}\)", lines[1])

@@ -5,6 +5,6 @@
 imported here, and else in a Python that has it (`worker_process`, `serve`).
 """
 
-from .backend import OneFlowBackend
+from .backend import OneFlowBackend, onediff_text
 
-__all__ = ["OneFlowBackend"]
+__all__ = ["OneFlowBackend", "onediff_text"]
