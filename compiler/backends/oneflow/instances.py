@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -134,6 +135,7 @@ class Instances:
         self.built = 0
         self.resets = 0
         _everybody.add(self)
+        importlib.import_module("oneflow")  # ends its session when Python ends, which must come after
         atexit.register(_close_all)
 
     def add(self, name: str, data: bytes) -> None:
@@ -186,6 +188,8 @@ class Instances:
                 f"OneFlow's graphs do not fit into {self._memory / 2**30:.1f} GiB: "
                 "COMPILED_GRAPHS_ONEFLOW_MEMORY sets how many they may take"
             )
+        if self._is_full() and _others_use_oneflow():
+            raise NoRoom("OneFlow's graphs have no more room, and what others use of OneFlow keeps it from freeing any")
         self._made[key] = [*recently, now]
         before = _used_memory(self._device)
         instance = instance or _Instance(None)
@@ -201,9 +205,12 @@ class Instances:
         self._instances[key] = instance
         return instance
 
-    def _forget_surplus(self) -> None:
+    def _is_full(self) -> bool:
         sizes = [instance.size for instance in self._instances.values() if instance.run is not None]
-        if (len(sizes) <= self._most and sum(sizes) <= self._memory) or _others_use_oneflow():
+        return len(sizes) > self._most or sum(sizes) > self._memory
+
+    def _forget_surplus(self) -> None:
+        if not self._is_full() or _others_use_oneflow():
             return
         _reset()
         made = sorted(self._made.items(), key=lambda item: item[1][-1])[-2 * self._most :]

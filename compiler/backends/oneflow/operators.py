@@ -211,6 +211,17 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
     return flow.where(condition, x, y)
 
 
+@_named("aten.nan_to_num.default")
+def _nan_to_num(x: Any, nan: float | None = None, most: float | None = None, least: float | None = None) -> Any:
+    largest = flow.finfo(x.dtype).max
+    replacements = [(x != x, nan or 0.0)]
+    replacements += [(x == float("inf"), largest if most is None else most)]
+    replacements += [(x == -float("inf"), -largest if least is None else least)]
+    for where, value in replacements:
+        x = flow.where(where, _full_like(x, value), x)
+    return x
+
+
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     OPERATORS[f"aten.{_name}.Scalar"] = OPERATORS[f"aten.{_name}.Tensor"] = getattr(operator, _name)
 
@@ -270,6 +281,20 @@ def _softmax(x: Any, dim: int, to_float: bool = False) -> Any:
 @_named("aten.native_layer_norm.default")
 def _layer_norm(x: Any, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
     return F.layer_norm(x, tuple(shape), weight, bias, eps), None, None
+
+
+@_named("aten.rms_norm.default")
+def _rms_norm(x: Any, shape: list[int], weight: Any = None, eps: float | None = None) -> Any:
+    wide = x if x.dtype == flow.float64 else x.to(flow.float32)
+    least = (2.0**-52 if x.dtype == flow.float64 else 2.0**-23) if eps is None else eps
+    dims = tuple(range(x.dim() - len(shape), x.dim()))
+    y = wide * flow.rsqrt(flow.mean(wide * wide, dim=dims, keepdim=True) + least)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+@_named("aten._fused_rms_norm.default")
+def _fused_rms_norm(x: Any, shape: list[int], weight: Any, eps: float | None) -> Any:
+    return _rms_norm(x, shape, weight, eps), None
 
 
 @_named("aten.native_group_norm.default")

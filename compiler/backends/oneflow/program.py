@@ -29,7 +29,7 @@ DTYPES = {
 """What OneFlow has under which name; 0.9.0 lacks kernels for bfloat16."""
 GPU_ONLY = {"float16"}
 
-_WHOLE = ("linear", "scaled_dot_product_attention", "silu")
+_WHOLE = ("linear", "nan_to_num", "rms_norm", "scaled_dot_product_attention", "silu")
 """Operators that OneFlow has, or that are better translated, whole."""
 
 

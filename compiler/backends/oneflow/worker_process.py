@@ -125,7 +125,7 @@ class WorkerProcess:
             timer.cancel()
 
     def _start(self) -> None:
-        environment = os.environ | {"GLOG_minloglevel": "2", "PYTHONPATH": ""}
+        environment = os.environ | {"GLOG_minloglevel": "3", "PYTHONPATH": ""}
         folder, descriptor = str(Path(__file__).resolve().parent), self._arena.descriptor
         command = [self._python, "-c", _BOOT, folder, str(self._device), str(descriptor)]
         self._process = subprocess.Popen(

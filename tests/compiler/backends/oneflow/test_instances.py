@@ -117,12 +117,28 @@ other = Other()
 other(flow.ones(2))
 few = Instances("cpu", most=1)
 few.add("a", CONVOLUTION)
-for number in range(3):
+for number in range(2):
     few.run("a", [weight, image(number)])
-tell(resets=few.resets, other=other(flow.ones(2)).numpy().tolist())
+try:
+    few.run("a", [weight, image(2)])
+except NoRoom as error:
+    said = str(error)
+few.run("a", [weight, image(0)])
+tell(resets=few.resets, said=said, other=other(flow.ones(2)).numpy().tolist())
 del other
 """)
+    assert "what others use of OneFlow" in told.pop("said")
     assert told == {"resets": 0, "other": [2.0, 2.0]}
+
+
+def test_the_process_ends_well_with_graphs_in_use():
+    told = run("""
+everything = Instances("cpu")
+everything.add("a", CONVOLUTION)
+everything.run("a", [weight, image(0)])
+tell(built=everything.built)
+""")
+    assert told == {"built": 1}
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"\x80\x04N."])
