@@ -9,7 +9,7 @@ from typing import Any
 
 import folder_paths
 
-from ..compiler.backends import NAMES
+from ..compiler.backends import BACKENDS, NAMES
 from ..compiler.files import write_whole
 from ..compiler.graph import CompiledGraph
 from ..compiler.graph_file import (
@@ -211,10 +211,12 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
 def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:
     """Whether a file is sound and has just these graphs: a workflow that saves need not write a file each time."""
     try:
-        stored = read_graphs(path.read_bytes(), Trust())
+        stored = {graph.key: graph for graph in read_graphs(path.read_bytes(), Trust())}
     except (OSError, GraphFileError):
         return False
-    return {graph.key for graph in stored} == {graph.key for graph in graphs}
+    return stored.keys() == {graph.key for graph in graphs} and not any(
+        BACKENDS[graph.backend].grows and stored[graph.key] != StoredGraph.of(graph) for graph in graphs
+    )
 
 
 def _find(name: str) -> Path | None:

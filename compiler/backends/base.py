@@ -20,6 +20,8 @@ class Backend(Protocol):
     name: str
     recordable: bool
     """Whether its executables can be part of a CUDA graph."""
+    grows: bool
+    """Whether an executable's bytes come to hold more while it is used, so that what was written of it gets old."""
 
     def available(self, device: torch.device) -> str | None:
         """Return None, or one sentence saying what is missing for this device and how to get it."""

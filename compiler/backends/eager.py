@@ -37,6 +37,7 @@ class EagerBackend:
 
     name = "eager"
     recordable = True
+    grows = False
 
     def available(self, device: torch.device) -> str | None:
         return None

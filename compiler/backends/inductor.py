@@ -129,6 +129,7 @@ class InductorBackend:
 
     name = "inductor"
     recordable = True
+    grows = False
 
     def available(self, device: torch.device) -> str | None:
         if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:

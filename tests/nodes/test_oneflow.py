@@ -23,8 +23,8 @@ def speedy(workflow):
         if compiled:
             prompt["2"]["inputs"]["backend"] = "oneflow"
             prompt["20"] = {"class_type": "CG_VAESpeedup", "inputs": {"vae": ["1", 2], "backend": "oneflow"}}
-            decode(prompt)["inputs"]["vae"] = ["20", 0]
-            inputs = {"model": ["2", 0], "vae": ["20", 0], "filename_prefix": "oneflow", "after": ["6", 0]}
+            prompt[decode(prompt)]["inputs"]["vae"] = ["20", 0]
+            inputs = {"model": ["2", 0], "vae": ["20", 0], "filename_prefix": "oneflow", "after": [decode(prompt), 0]}
             prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": inputs}
         return prompt
 
@@ -32,18 +32,24 @@ def speedy(workflow):
 
 
 def decode(prompt):
-    return next(node for node in prompt.values() if node["class_type"] == "VAEDecode")
+    return next(number for number, node in prompt.items() if node["class_type"] == "VAEDecode")
 
 
 def test_a_prompt_through_oneflow_makes_eagers_image_and_its_file_serves_after_a_restart(
     home, start_server, speedy, pixels
 ):
     with start_server() as server:
+        saved = [
+            "saved to oneflow_00001_",
+            "saved to oneflow_00002_",
+            "are in oneflow_00002_",
+        ]  # a size more, a new file
         for number, size in enumerate([(64, 64), (96, 64, 2), (64, 64)]):
             outputs = server.run(speedy(*size, seed=31 + number))
             theirs = pixels(server, server.run(speedy(*size, seed=31 + number, compiled=False)))
             ours = pixels(server, outputs)
             assert max(abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) <= 1
+            assert saved[number] in outputs["9"]["text"][0]
             if not number:
                 assert ", 0 eager" in outputs["2"]["text"][0]
                 assert totals(server)["compiles"] == 4
@@ -55,7 +61,7 @@ def test_a_prompt_through_oneflow_makes_eagers_image_and_its_file_serves_after_a
         load = {"model": ["1", 0], "vae": ["1", 2], "graph": name}
         prompt["2"] = {"class_type": "CG_LoadGraph", "inputs": load}
         del prompt["20"], prompt["9"]
-        decode(prompt)["inputs"]["vae"] = ["2", 1]
+        prompt[decode(prompt)]["inputs"]["vae"] = ["2", 1]
         outputs = server.run(prompt)
         assert "3 of 3 regions" in outputs["2"]["text"][0]
         assert totals(server)["compiles"] == 0

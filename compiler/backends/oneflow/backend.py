@@ -130,6 +130,8 @@ class OneFlowBackend:
     name = "oneflow"
     recordable = False
     """OneFlow has streams of its own, and waits for them."""
+    grows = True
+    """By a compiled job for each size that turns up."""
 
     def available(self, device: torch.device) -> str | None:
         reason = _missing(device)

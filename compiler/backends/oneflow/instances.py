@@ -258,13 +258,14 @@ def _reset() -> None:
 
 def pack(program: bytes, jobs: list[tuple[tuple, Job]] = ()) -> bytes:
     """Return a program and its compiled jobs, by sizes, as one archive."""
+    jobs = sorted(jobs, key=lambda item: repr(item[0]))
+    index = [{"sizes": sizes, **{f: getattr(job, f) for f in _ENDS}} for sizes, job in jobs]
+    files = {_PROGRAM: program, _INDEX: json.dumps(index).encode()}
+    files.update({f"{number}.job": job.data for number, (_, job) in enumerate(jobs)})
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(_PROGRAM, program)
-        index = [{"sizes": sizes, **{f: getattr(job, f) for f in _ENDS}} for sizes, job in jobs]
-        archive.writestr(_INDEX, json.dumps(index))
-        for number, (_, job) in enumerate(jobs):
-            archive.writestr(f"{number}.job", job.data)
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():  # without the time: equal programs are equal bytes
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 

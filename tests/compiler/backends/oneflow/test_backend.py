@@ -118,6 +118,18 @@ def test_a_size_that_comes_back_builds_nothing(fresh):
 
 
 @pytest.mark.oneflow
+def test_bytes_are_equal_until_another_size_is_compiled():
+    network = transformer()
+    executable, weights = BACKEND.compile(export(network)), weights_of(network.blocks[0])
+    sizes = []
+    for tokens in (41, 42, 41):
+        executable(*weights, torch.randn(1, tokens, WIDTH))
+        sizes.append(executable.to_bytes())
+    assert len(sizes[0]) < len(sizes[1])
+    assert sizes[1] == sizes[2]
+
+
+@pytest.mark.oneflow
 def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_from_disk(tmp_path):
     network = StreamNetwork()
     image, text = network.inputs(sizes())
