@@ -35,6 +35,10 @@ SHARE = 4
 AGAIN, SECONDS = 3, 60.0
 """Times in so many seconds that an instance may be made: more often, what is in use does not fit at once."""
 
+PAUSE = 512
+"""Width of a matrix product that every graph on a CPU also computes, some milliseconds of work. OneFlow 0.9.0 takes
+down that a graph runs only after starting it: one that ends sooner corrupts its queue, and it hangs or crashes."""
+
 _PROGRAM, _INDEX = "program.json", "jobs.json"
 _ENDS = ("inputs", "weights", "outputs", "results")
 
@@ -56,6 +60,7 @@ class Program:
         self._inputs: list[str] = fields["inputs"]
         self._nodes: list[list[Any]] = fields["nodes"]
         self._results: list[Any] = fields["results"]
+        self.results = len(self._results)
 
     def run(self, tensors: list[Any], device: str) -> tuple[Any, ...]:
         """Apply OneFlow's operators to OneFlow's tensors. Raises KeyError with the name of one that it lacks."""
@@ -168,13 +173,15 @@ class Instances:
         with flow.no_grad():
             if program.state is None:
                 program.state = weights if in_place else [flow.empty_like(t, device=self._device) for t in weights]
+                if self._device == "cpu":
+                    program.state = [*program.state, flow.ones(PAUSE, PAUSE)]
             if not in_place:
                 for buffer, weight in zip(program.state, weights):
                     buffer.copy_(weight)
             instance = self._instances.get(key)
             if instance is None or instance.run is None:
                 instance = self._make(key, instance, program, inputs)
-            results = instance.run(inputs)
+            results = instance.run(inputs)[: program.results]
         flow._oneflow_internal.eager.Sync()  # OneFlow works beside Python, on a CPU too
         self._instances.move_to_end(key)
         self._forget_surplus()
@@ -287,7 +294,10 @@ def _build(program: Program, inputs: list[Any], device: str) -> tuple[Callable, 
                 self.register_buffer(f"w{number}", buffer)
 
         def forward(self, *tensors: Any) -> tuple[Any, ...]:
-            return program.run([*(getattr(self, f"w{n}") for n in range(program.weights)), *tensors], device)
+            weights = [getattr(self, f"w{number}") for number in range(len(program.state))]
+            results = program.run([*weights[: program.weights], *tensors], device)
+            pauses = weights[program.weights :]
+            return (*results, *(flow.sum(flow.matmul(pause, pause)) for pause in pauses))
 
     class CompiledGraphs(flow.nn.Graph):
         def __init__(self) -> None:
@@ -299,6 +309,7 @@ def _build(program: Program, inputs: list[Any], device: str) -> tuple[Callable, 
 
     graph = CompiledGraphs()
     results = graph(*inputs)
+    flow._oneflow_internal.eager.Sync()
     with suppress(AttributeError):  # a OneFlow that keeps its jobs elsewhere; it then builds anew in each process
         return lambda tensors: list(graph(*tensors)), _job(graph, results)
     return lambda tensors: list(graph(*tensors)), None

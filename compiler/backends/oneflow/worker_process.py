@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from ...jobs import CompileTimeout, compile_limit
 from .serve import Arena, places, receive, send
 
+PATIENCE = 30.0
+"""Seconds that a call of sizes known to it may take at least, before OneFlow's process is taken to hang."""
 _BOOT = (
     "import importlib, sys, types; path, device, descriptor = sys.argv[1:]; "
     "package = types.ModuleType('oneflow_side'); package.__path__ = [path]; sys.modules['oneflow_side'] = package; "
@@ -43,6 +46,8 @@ class WorkerProcess:
         """How many of each program's tensors are weights."""
         self._floor = 0
         """Where the weights end that lie in the arena."""
+        self._limits: dict[tuple, float] = {}
+        """Seconds after which a call that was answered before is taken to hang, by program and sizes."""
         self.starts = 0
 
     def add(self, name: str, data: bytes, weights: int) -> None:
@@ -77,7 +82,10 @@ class WorkerProcess:
                 _view(memory, tensor.dtype, tensor.shape, offset).copy_(tensor)
                 described.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset])
             message = {"tensors": described, "weights": [begin, end], "end": end_of_inputs}
-            answer, _ = self._ask({"do": "run", "program": name, **message})
+            key = name, tuple(t.shape for t in tensors[count:])
+            start = time.monotonic()
+            answer, _ = self._ask({"do": "run", "program": name, **message}, limit=self._limits.get(key))
+            self._limits[key] = max(PATIENCE, 20 * (time.monotonic() - start), self._limits.get(key, 0.0))
             memory = self._arena.reserve(max(answer["end"], 1))
             views = [_view(memory, getattr(torch, d), shape, offset) for d, shape, offset in answer["results"]]
             return [view.to(self._device, copy=True) for view in views]
@@ -91,13 +99,15 @@ class WorkerProcess:
             self._floor = end
         return self._arena.weights[name]
 
-    def _ask(self, message: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        """Return the answer; a process that is gone is replaced once."""
+    def _ask(
+        self, message: dict[str, Any], data: bytes = b"", limit: float | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return the answer; a process that is gone, or has not answered after `limit` seconds, is replaced once."""
         for last_try in (False, True):
             try:
                 if self._process is None:
                     self._start()
-                answer, rest = self._exchange(message, data)
+                answer, rest = self._exchange(message, data, None if last_try else limit)
                 break
             except (EOFError, OSError) as error:
                 self._end()
@@ -107,8 +117,10 @@ class WorkerProcess:
             raise OneFlowError(answer["error"])
         return answer, rest
 
-    def _exchange(self, message: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        limit = compile_limit()
+    def _exchange(
+        self, message: dict[str, Any], data: bytes = b"", known_limit: float | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        limit = known_limit or compile_limit()
         expired = threading.Event()
         timer = threading.Timer(limit, lambda: (expired.set(), self._process.kill()))
         timer.daemon = True
@@ -117,7 +129,7 @@ class WorkerProcess:
             send(self._process.stdin, message, data)
             return receive(self._process.stdout)
         except (EOFError, OSError):
-            if expired.is_set():
+            if expired.is_set() and known_limit is None:
                 self._end()
                 raise CompileTimeout(f"OneFlow took more than {limit:g} s") from None
             raise

@@ -203,6 +203,19 @@ def test_one_process_serves_a_device_and_is_replaced_when_it_dies(fresh):
     assert engine.starts == 2
 
 
+@pytest.mark.oneflow
+@in_worker
+def test_a_process_that_hangs_is_replaced(fresh, monkeypatch):
+    network = transformer()
+    executable, weights, x = BACKEND.compile(export(network)), weights_of(network.blocks[0]), torch.randn(2, 7, WIDTH)
+    (before,) = executable(*weights, x)
+    (engine,) = backend._engines.values()
+    monkeypatch.setattr(engine, "_limits", dict.fromkeys(engine._limits, 2.0))
+    os.kill(backend.report(CPU)["process"], signal.SIGSTOP)
+    torch.testing.assert_close(executable(*weights, x)[0], before, **CLOSE)
+    assert engine.starts == 2
+
+
 ENDING = """
 import sys, types
 

@@ -131,6 +131,21 @@ del other
     assert told == {"resets": 0, "other": [2.0, 2.0]}
 
 
+def test_graphs_that_compute_next_to_nothing_do_not_end_before_oneflow_knows_of_them():
+    """Without the pause, two processes of three hang or crash here."""
+    told = run("""
+small = Instances("cpu")
+small.add("a", pack(json.dumps({
+    "inputs": ["x"], "weights": [], "nodes": [["y", "aten.exp.default", [{"node": "x"}], {}]],
+    "results": [{"node": "y"}]}).encode()))
+for number in range(100):
+    small.run("a", [flow.ones(number + 1)])
+    (result,) = small.run("a", [flow.ones(number // 2 + 1)])
+tell(built=small.built, shape=list(result.shape))
+""")
+    assert told == {"built": 100, "shape": [50]}
+
+
 def test_the_process_ends_well_with_graphs_in_use():
     told = run("""
 everything = Instances("cpu")
