@@ -1,6 +1,6 @@
 """The nodes a person drags. One module per family; what they do is in `compiler.hosts.comfy`."""
 
-from . import graph_files, routes
+from . import graph_files, onediff, routes
 from .compile_model import CompileModel
 from .control_net_speedup import ControlNetSpeedup
 from .graph_files import LoadGraph, SaveGraph
@@ -16,6 +16,7 @@ _NODES = {
 
 graph_files.register_folder()
 _IS_FIRST_COPY = routes.register()
+_ALL = {**_NODES, **onediff.unclaimed()} if _IS_FIRST_COPY else {}
 
-NODE_CLASS_MAPPINGS = {name: cls for name, (cls, _) in _NODES.items()} if _IS_FIRST_COPY else {}
-NODE_DISPLAY_NAME_MAPPINGS = {name: title for name, (_, title) in _NODES.items()}
+NODE_CLASS_MAPPINGS = {name: cls for name, (cls, _) in _ALL.items()}
+NODE_DISPLAY_NAME_MAPPINGS = {name: title for name, (_, title) in _ALL.items()}

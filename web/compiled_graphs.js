@@ -3,7 +3,7 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
 
-const NODES = ["CG_CompileModel", "CG_VAESpeedup", "CG_SaveGraph", "CG_LoadGraph"];
+const CATEGORY = "compiled graphs";
 const STATUS_EVENT = "compiled_graphs.status";
 const WIDGET = "status";
 
@@ -36,7 +36,7 @@ app.registerExtension({
   },
 
   beforeRegisterNodeDef(nodeType, nodeData) {
-    if (!NODES.includes(nodeData.name)) return;
+    if (!nodeData.category?.startsWith(CATEGORY)) return;
     const onExecuted = nodeType.prototype.onExecuted;
     nodeType.prototype.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
