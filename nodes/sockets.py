@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..compiler.backends import BACKENDS, NAMES
+from ..compiler.backends.oneflow import onediff_text
 
 HIDDEN = {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}
 
@@ -54,10 +55,14 @@ def backend() -> tuple[list[str], dict[str, Any]]:
     """Return the choice of backends, with what each is, and of those that cannot run here why."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [
-        "auto: inductor. eager: the traced blocks without a compiler, to see whether tracing or compiling is at fault."
+        "auto: inductor. oneflow: for NVIDIA GPUs of the Ampere generation and older. eager: the traced blocks without "
+        "a compiler, to see whether tracing or compiling is at fault."
     ]
     reasons = {name: backend.available(device) for name, backend in BACKENDS.items()}
-    tooltip = "\n".join(lines + [f"{name}: {reason}" for name, reason in reasons.items() if reason])
+    lines += [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    if reasons["oneflow"] is None and (text := onediff_text()):
+        lines.append(text)
+    tooltip = "\n".join(lines)
     return NAMES, {"default": NAMES[0], "tooltip": tooltip}
 
 
