@@ -8,8 +8,11 @@ what they were, and a recording lives no longer than one sampling, since memory 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import os
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -27,6 +30,7 @@ from .guards import Changed, ModuleGuard, TensorGuard
 from .host import Host
 from .signature import Unsupported, describe, forward_signature
 from .verify import disagreement
+from .waits import WaitWatch
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +46,8 @@ class Recording(Protocol):
         ...
 
 
-Record = Callable[[Callable[[], Any], Any], tuple[Recording, Any]]
-"""Records a call into a pool of memory; returns the recording, and the call's result, filled by each replay."""
+Record = Callable[[Callable[[], None], Any], Recording]
+"""Records a call that leaves nothing behind but what it writes, into a pool of memory."""
 
 
 def recordable(device: torch.device) -> bool:
@@ -51,13 +55,12 @@ def recordable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def uses_native_allocator(device: torch.device) -> bool:
-    """Whether a GPU's memory comes from PyTorch's own allocator, the one that recordings have been tried with."""
-    return device.type != "cuda" or torch.cuda.get_allocator_backend() == "native"
+def record_on_gpu(call: Callable[[], None], pool: Any) -> Recording:
+    """Record a call as a CUDA graph. Raises what the call raises, or what CUDA says of code that cannot be recorded.
 
-
-def record_on_gpu(call: Callable[[], Any], pool: Any) -> tuple[Recording, Any]:
-    """Record a call as a CUDA graph. Raises what the call raises, or what CUDA says of code that cannot be recorded."""
+    All that is allocated while recording is freed while recording: with CUDA's asynchronous allocator, ComfyUI's
+    default, what is left can be freed only once the graph has run, and to try it earlier ends the process.
+    """
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     torch.cuda.synchronize()
     _clear_workspaces()
@@ -69,18 +72,21 @@ def record_on_gpu(call: Callable[[], Any], pool: Any) -> tuple[Recording, Any]:
             # Other threads (previews, loading) may go on allocating.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                result = call()
+                call()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
+                _clear_workspaces()
                 graph.capture_end()
     except BaseException:
         _end_failed_capture(pool)
         raise
     finally:
-        _clear_workspaces()
         if collects:
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
-    return graph, result
+    return graph
 
 
 @lru_cache
@@ -90,7 +96,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 def _clear_workspaces() -> None:
-    """Have cuBLAS allocate its workspace in the recording's memory, and not keep it there (32 MiB on an H200)."""
+    """Have cuBLAS allocate its workspace (32 MiB on an H200) in the recording's memory, or give it back there."""
     if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -116,6 +122,19 @@ def _end_failed_capture(pool: Any) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def _return_graph_memory(device: torch.device) -> None:
+    """Return what recordings worked in: with CUDA's asynchronous allocator graphs have memory of their own."""
+    if torch.cuda.get_allocator_backend() == "native":
+        return
+    torch.cuda.synchronize(device)
+    with suppress(OSError, AttributeError):  # a driver that has no such call keeps none either
+        driver = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
+        handle = ctypes.c_int()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        driver.cuDeviceGet(ctypes.byref(handle), index)
+        driver.cuDeviceGraphMemTrim(handle)
+
+
 @dataclass(frozen=True)
 class _Recorded:
     recording: Recording
@@ -138,10 +157,7 @@ class Recordings:
         counters: Counters,
         device: torch.device,
         record: Record = record_on_gpu,
-        closed: str = "",
     ) -> None:
-        """`closed` is why nothing can be recorded here, if so."""
-        self._closed = closed
         self._network = weakref.ref(network)
         self._host = host
         self._counters = counters
@@ -155,8 +171,9 @@ class Recordings:
         """From the first call on that could be recorded."""
         self._calls: dict[Any, _Recorded | str | None] = {}
         """By a call's arguments: a recording, why there is none, or that such a call ran undisturbed once."""
-        self._proven: set[Any] = set()
-        """Arguments whose recording gave what the call gave, in this sampling or an earlier one."""
+        self._proven: dict[Any, Any] = {}
+        """By arguments whose recording gave what the call gave, in this sampling or an earlier one: the result,
+        without data."""
         self._pool: Any = None
         self._retired = 0
         self.reason = ""
@@ -164,9 +181,6 @@ class Recordings:
 
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, made or replayed."""
-        if self._closed:
-            self.reason = self._closed
-            return call(*args, **kwargs)
         try:
             key, tensors = self._read(args, kwargs)
             self._modules.check()
@@ -189,8 +203,13 @@ class Recordings:
 
     def forget(self, *_: Any) -> None:
         """Drop all recordings, and the memory they work in."""
+        has_recorded = self._pool is not None and self._device.type == "cuda"
+        if has_recorded:
+            torch.cuda.synchronize(self._device)  # before memory is taken from what still runs
         self._calls.clear()
         self._tensors = self._pool = None
+        if has_recorded:
+            _return_graph_memory(self._device)
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         """Return what tells this call from others, and its tensors. Raises Unsupported if it is not to be recorded."""
@@ -230,28 +249,45 @@ class Recordings:
     def _call_recorded(self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, and keep a recording of it if that gives the same."""
         own = _OwnArguments(args, kwargs, self._is_context)  # first: a call empties lists of residuals that it is given
-        expected = None if key in self._proven else call(*args, **kwargs)
+        form = self._proven.get(key)
+        expected, error = (None, None) if form is not None else self._watched(call, args, kwargs)
         try:
-            recorded = self._recorded(call, own)
-            result = recorded.replay([t.clone() for t in recorded.inputs])
-            error = None if expected is None else disagreement(_tensors(result), _tensors(expected))
-        except Exception as raised:  # code that waits for the GPU, too little memory: it can still be called
+            if error is None:
+                recorded = self._recorded(call, own, expected if form is None else form)
+                result = recorded.replay([t.clone() for t in recorded.inputs])
+                error = None if form is not None else disagreement(_tensors(result), _tensors(expected))
+        except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         if error is None:
             self._counters.add("recordings")
-            self._proven.add(key)
+            self._proven[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
             self._calls[key] = recorded
             return result
         log.info("Steps of %s run without a CUDA graph: %s", type(self._network()).__name__, error)
         self._calls[key] = self.reason = error
-        return call(*args, **kwargs) if expected is None else expected
+        return expected if form is None else call(*args, **kwargs)
 
-    def _recorded(self, call: Callable, own: _OwnArguments) -> _Recorded:
+    def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Make a call; return its result, and what keeps it from being recorded."""
+        with WaitWatch(self._device) as watch:
+            result = call(*args, **kwargs)
+        return result, f"the model waits for the GPU within a step ({watch.found})" if watch.found else None
+
+    def _recorded(self, call: Callable, own: _OwnArguments, form: Any) -> _Recorded:
+        """Return a recording of a call whose result has this form."""
+        result = pytree.tree_map_only(torch.Tensor, self._allocate, form)
+
+        def fill() -> None:
+            for target, source in zip(_tensors(result), _tensors(own.call(call)), strict=True):
+                target.copy_(source)
+
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            recording, result = self._record(lambda: own.call(call), self._pool)
-        return _Recorded(recording, own.tensors, result)
+            return _Recorded(self._record(fill, self._pool), own.tensors, result)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
 
     def _is_context(self, place: int | str) -> bool:
         return place in self._context_places or place in self._host.context_arguments
@@ -283,6 +319,10 @@ class _OwnArguments:
             own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self.tensors.append(own.copy_(value))
         return own
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

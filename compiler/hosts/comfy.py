@@ -34,7 +34,7 @@ from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..patches import PatchCall
 from ..probe import ModelCall
-from ..recordings import Recordings, recordable, uses_native_allocator
+from ..recordings import Recordings, recordable
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
@@ -55,7 +55,6 @@ _BOOKKEEPING = frozenset(
 _STEPS_WORTH_RECORDING = 8
 """A recording takes as long as two or three calls, once in each sampling."""
 _RECORDINGS_KEY = "compiled_graphs.recordings"
-_OTHER_ALLOCATOR = "they need PyTorch's own memory allocator (start ComfyUI with --disable-cuda-malloc)"
 
 
 class ComfyHost(Host):
@@ -400,8 +399,7 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[]
         return
     if any(is_torch_compiled(module) for module in network.modules()):
         return
-    closed = "" if uses_native_allocator(compiled.device) else _OTHER_ALLOCATOR
-    recordings = Recordings(network, HOST, compiled.counters, compiled.device, closed=closed)
+    recordings = Recordings(network, HOST, compiled.counters, compiled.device)
     entrance.recordings = recordings
     told = [""]
 
