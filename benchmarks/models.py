@@ -76,7 +76,23 @@ FLUX_DEV = {
     "qkv_bias": True,
     "guidance_embed": True,
 }
-CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV}
+WAN_1_3B = {
+    "image_model": "wan2.1",
+    "model_type": "t2v",
+    "dim": 1536,
+    "in_dim": 16,
+    "out_dim": 16,
+    "num_heads": 12,
+    "ffn_dim": 8960,
+    "num_layers": 30,
+    "patch_size": (1, 2, 2),
+    "freq_dim": 256,
+    "window_size": (-1, -1),
+    "qk_norm": True,
+    "cross_attn_norm": True,
+    "eps": 1e-6,
+}
+CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV, "wan": WAN_1_3B}
 
 
 VAE_CONFIG = {
@@ -108,13 +124,22 @@ def patcher(name: str, dtype: torch.dtype):
     import comfy.model_patcher
     import comfy.supported_models as supported
 
-    cls = {"sd15": supported.SD15, "sdxl": supported.SDXL, "sd3": supported.SD3, "flux": supported.Flux}[name]
-    config = cls(dict(CONFIGS[name]))
+    classes = {"sd15": "SD15", "sdxl": "SDXL", "sd3": "SD3", "flux": "Flux", "wan": "WAN21_T2V"}
+    config = getattr(supported, classes[name])(dict(CONFIGS[name]))
     config.set_inference_dtype(dtype, None)
     device = comfy.model_management.get_torch_device()
     model = config.get_model({}, "", device=device).eval()
     fill(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def in_float32(name: str, original):
+    """Return a patcher of the same weights in float32, to measure errors by."""
+    twin = patcher(name, torch.float32)
+    with torch.no_grad():
+        for ours, theirs in zip(twin.model.parameters(), original.model.parameters(), strict=True):
+            ours.copy_(theirs)
+    return twin
 
 
 def vae(name: str, dtype: torch.dtype):
@@ -144,13 +169,14 @@ def fill(network: torch.nn.Module) -> None:
             parameter.fill_(float(name.endswith(("weight", "scale"))))
 
 
-def step_inputs(model, name: str, batch: int, height: int, width: int, tokens: int = 77) -> dict:
-    """Return arguments of `BaseModel.apply_model` for one step; sizes in latent units."""
+def step_inputs(model, name: str, batch: int, height: int, width: int, tokens: int = 77, frames: int = 21) -> dict:
+    """Return arguments of `BaseModel.apply_model` for one step; sizes in latent units, frames of a video model."""
     config, device = CONFIGS[name], model.device
     text = config.get("context_dim") or config.get("context_in_dim") or 4096
+    size = (frames, height, width) if name == "wan" else (height, width)
     inputs = {
-        "x": torch.randn(batch, model.latent_format.latent_channels, height, width, device=device),
-        "t": torch.full((batch,), 0.5 if name in ("sd3", "flux") else 5.0, device=device),
+        "x": torch.randn(batch, model.latent_format.latent_channels, *size, device=device),
+        "t": torch.full((batch,), 5.0 if name in ("sd15", "sdxl") else 0.5, device=device),
         "c_crossattn": torch.randn(batch, tokens, text, device=device),
         "transformer_options": {},
     }

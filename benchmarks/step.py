@@ -1,13 +1,15 @@
 """One denoising step, eager against compiled, at sizes the graphs have and have not seen.
 
     python benchmarks/step.py --comfyui CHECKOUT [--backend inductor] [--dtype float16] [--image-prompt]
-                              [--peers static blocks ...] [--json FILE] NAME ...
+                              [--grow] [--json FILE] NAME ... [--peers static blocks ...]
 
 All variants run in one process on the same weights; times are medians of pipelined calls. *called* goes through
 Python, *recorded* is replayed as a CUDA graph. Peers: the network in channels_last, the whole of it by torch.compile
-with static sizes (without and with CUDA graphs, at the first size only), each block by torch.compile with dynamic
-ones. The floor is the step's counted operations at the rate of a large matrix product. With --image-prompt each
-cross-attention of a UNet is replaced by a patch, as IP-Adapter replaces it.
+with static or dynamic sizes, by ComfyUI's own TorchCompileModel, and each block by torch.compile with dynamic sizes;
+those that are static run at the first size only. *graph* is the same as a CUDA graph made of the network's call
+alone. Errors are against the network in float32. The floor is the step's counted operations at the rate of a large
+matrix product. With --image-prompt each cross-attention of a UNet is replaced by a patch, as IP-Adapter replaces it.
+With --grow sizes run from a quarter to four megapixels, batches from 1 to 16 and prompts from 77 to 1,001 tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import signal
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import models
@@ -29,12 +34,20 @@ SIZES = {
     "sdxl": [(2, 128, 128, 77), (2, 64, 256, 77), (4, 96, 96, 77), (1, 128, 128, 77), (2, 104, 152, 231)],
     "sd3": [(2, 128, 128, 154), (2, 64, 256, 154), (1, 128, 128, 77)],
     "flux": [(1, 128, 128, 256), (1, 64, 256, 512), (2, 96, 96, 256)],
+    "wan": [(1, 60, 104, 512), (1, 104, 60, 512)],
 }
-
+GROWTH = {
+    "megapixels": [(2, side, side, 77) for side in (64, 128, 192, 256)],
+    "batch": [(batch, 128, 128, 77) for batch in (1, 2, 4, 8, 16)],
+    "tokens": [(2, 128, 128, tokens) for tokens in (77, 154, 308, 616, 1001)],
+}
+"""What grows, and the sizes of its steps."""
 
 SAMPLING = {"sample_sigmas": torch.linspace(14, 0, 21)}
 """What ComfyUI says of the sampling that a step belongs to: 20 steps."""
-PEERS = ("channels_last", "static", "static-cuda-graphs", "blocks")
+OURS = ("eager", "called", "recorded")
+PEERS = ("channels_last", "static", "core", "dynamic", "blocks")
+AT_FIRST_SIZE_ONLY = ("static", "core", "dynamic")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +58,8 @@ class Timing:
     first: float
     peak: float
     result: torch.Tensor
+    graph: float | None = None
+    """Milliseconds as a CUDA graph of the network's call alone."""
 
 
 def main() -> None:
@@ -57,12 +72,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=None, help="only the first so many")
     parser.add_argument("--image-prompt", action="store_true")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[])
+    parser.add_argument("--bound", type=int, default=150, help="seconds that a peer may take to compile")
+    parser.add_argument("--grow", action="store_true", help="measure how cost grows, instead of the other sizes")
     parser.add_argument("--json", type=Path, help="append the rows to this file")
     parser.add_argument("names", nargs="+", choices=SIZES)
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    print(f"torch {torch.__version__}, {device}, {options.dtype}, {options.backend}")
+    print(f"torch {torch.__version__}, {device_name()}, {options.dtype}, {options.backend}")
     for name in options.names:
         rows = measure(name, options)
         if options.json:
@@ -72,10 +88,15 @@ def main() -> None:
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows as JSON lines; of timings, the milliseconds."""
+    """Append rows as JSON lines; of timings, the milliseconds and the peak."""
     with path.open("a") as file:
         for row in rows:
-            values = {name: value.ms if isinstance(value, Timing) else value for name, value in row.items()}
+            values = {}
+            for name, value in row.items():
+                if isinstance(value, Timing):
+                    values |= {name: value.ms, f"{name}_graph": value.graph, f"{name}_peak": value.peak}
+                else:
+                    values[name] = value
             file.write(json.dumps(values) + "\n")
 
 
@@ -104,66 +125,168 @@ def measure(name: str, options: argparse.Namespace) -> list[dict]:
     start = time.perf_counter()
     called, text = host.compile_model(patcher, host.Request(options.backend, record=False))
     print(f"  again, from the store: {time.perf_counter() - start:.1f} s: {text}")
-    rows = []
-    for size in SIZES[name][: options.sizes]:
-        torch.manual_seed(0)
-        inputs = models.step_inputs(patcher.model, name, *size)
-        inputs["transformer_options"] = (image_prompt() if options.image_prompt else {}) | SAMPLING
-        variants = {"eager": patcher, "called": called, "recorded": compiled}
-        before = totals.compiles
-        times = {label: timed(model, inputs, options.repeats) for label, model in variants.items()}
-        rows.append({"model": name, "size": size, "compiles": totals.compiles - before, "compile_s": seconds, **times})
-        rows[-1]["floor"] = floor(patcher, inputs, getattr(torch, options.dtype)) if torch.cuda.is_available() else None
+    variants = {"eager": patcher, "called": called, "recorded": compiled}
+    if options.grow:
+        rows = [
+            {"grows": what, **measure_size(name, size, patcher, variants, None, options)}
+            for what, sizes in GROWTH.items()
+            for size in sizes
+        ]
+    else:
+        exact = models.in_float32(name, patcher) if torch.cuda.is_available() else patcher
+        rows = [measure_size(name, size, patcher, variants, exact, options) for size in SIZES[name][: options.sizes]]
+        rows[0] |= {"compile_s": seconds}
     for label in options.peers:
-        for row in rows[: 1 if label.startswith("static") else None]:
-            torch.manual_seed(0)
-            inputs = models.step_inputs(patcher.model, name, *row["size"])
-            inputs["transformer_options"] = dict(SAMPLING)
-            row[label], row[f"{label}_compile_s"] = measure_peer(label, patcher, inputs, options.repeats)
-    for row in rows:
-        print_row(row)
+        for row in rows[: 1 if label in AT_FIRST_SIZE_ONLY else None]:
+            inputs = sized(name, row["size"], patcher)
+            row[label], row[f"{label}_compile_s"] = measure_peer(label, patcher, inputs, options)
+            print(f"  batch, latent, tokens {row['size']}:")
+            print_timing(label, row)
     print(f"  eager calls: {dict(totals.eager_calls)}, recordings: {totals.recordings}, retired: {totals.retired}")
     return rows
 
 
+def sized(name: str, size: tuple[int, ...], patcher, options: dict | None = None) -> dict:
+    """Return a step's arguments, the same ones for each variant."""
+    torch.manual_seed(0)
+    inputs = models.step_inputs(patcher.model, name, *size)
+    inputs["transformer_options"] = (options or {}) | SAMPLING
+    return inputs
+
+
+def measure_size(name: str, size: tuple[int, ...], patcher, variants: dict, exact, options: argparse.Namespace) -> dict:
+    """Return a row: what a step of each variant takes at one size, and how far from float32 it is."""
+    from compiled_graphs.compiler.counters import totals
+
+    inputs = sized(name, size, patcher, image_prompt() if options.image_prompt else None)
+    before = totals.compiles
+    row = {"model": name, "size": size}
+    row |= {label: timed(model, inputs, options.repeats) for label, model in variants.items()}
+    row["compiles"] = totals.compiles - before
+    if torch.cuda.is_available() and not options.grow:
+        row["eager"] = replace(row["eager"], graph=graph_ms(patcher, inputs, options.repeats))
+        row["floor"] = floor(patcher, inputs, getattr(torch, options.dtype))
+    if exact is not None:
+        wanted = call(exact, inputs)
+        row["errors"] = {label: relative_error(row[label].result, wanted) for label in variants}
+    print_row(row)
+    return row
+
+
+def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((result - wanted).norm() / wanted.norm()).item()
+
+
 def print_row(row: dict) -> None:
-    """Print what one size took."""
+    """Print what our variants took at one size."""
     print(f"  batch, latent, tokens {row['size']}: {row['compiles']} compiles")
-    for label, value in row.items():
-        if isinstance(value, Timing):
-            ratio = f"{row['eager'].ms / value.ms:.2f}x, " if label != "eager" else ""
-            error = ((value.result - row["eager"].result).norm() / row["eager"].result.norm()).item()
-            print(f"    {label:>22} {value.ms:8.2f} ms, {ratio}first call {value.first:.2f} s, error {error:.1e}, "
-                  f"peak {value.peak:.2f} GiB")  # fmt: skip
-        elif label == "floor" and value:
-            print(f"    {label:>22} {value:8.2f} ms, {row['eager'].ms / value:.2f}x")
+    for label in OURS:
+        print_timing(label, row)
+    if floor := row.get("floor"):
+        print(f"    {'floor':>14} {floor:8.2f} ms, {row['eager'].ms / floor:.2f}x")
+    if errors := row.get("errors"):
+        print(f"    from float32: {', '.join(f'{name} {error:.2e}' for name, error in errors.items())}", flush=True)
 
 
-def measure_peer(label: str, patcher, inputs: dict, repeats: int) -> tuple[Timing, float]:
-    """Return the time of a step that another way makes fast, and how long that took to compile."""
-    from compiled_graphs.compiler.region import find_regions
+def print_timing(label: str, row: dict) -> None:
+    """Print what one variant took."""
+    timing, seconds = row[label], row.get(f"{label}_compile_s")
+    if timing is None:
+        print(f"    {label:>14} not done after {seconds:.0f} s", flush=True)
+        return
+    ratio = f"{row['eager'].ms / timing.ms:.2f}x, " if label != "eager" else ""
+    graph = f"as a CUDA graph {timing.graph:.2f} ms, " if timing.graph else ""
+    error = relative_error(timing.result, row["eager"].result)
+    compiled = f", compiled in {seconds:.1f} s" if seconds else ""
+    print(f"    {label:>14} {timing.ms:8.2f} ms, {ratio}{graph}first call {timing.first:.2f} s, from eager "
+          f"{error:.1e}, peak {timing.peak:.2f} GiB{compiled}", flush=True)  # fmt: skip
 
+
+def measure_peer(label: str, patcher, inputs: dict, options: argparse.Namespace) -> tuple[Timing | None, float]:
+    """Return the time of a step that another way makes fast, None if it took too long, and its seconds to compile."""
     torch._dynamo.reset()
     network = patcher.model.diffusion_model
-    peer = patcher.clone()
     start = time.perf_counter()
-    with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1024):
+    try:
+        with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1024), bound(options.bound):
+            peer = peer_of(label, patcher)
+            call(peer, inputs)
+            sync()
+            seconds = time.perf_counter() - start
+            timing = timed(peer, inputs, options.repeats)
+            graph = None if label == "core" else graph_ms(peer, inputs, options.repeats)
+            return replace(timing, graph=graph), seconds
+    except TooLong:
+        return None, time.perf_counter() - start
+    finally:
         if label == "channels_last":
-            network.to(memory_format=torch.channels_last)
-        elif label == "blocks":
-            for region in find_regions(network):
-                peer.add_object_patch(
-                    f"diffusion_model.{region.path}.forward", torch.compile(region.module.forward, dynamic=True)
-                )
-        else:
-            mode = {"static": None, "static-cuda-graphs": "reduce-overhead"}[label]
-            peer.add_object_patch("diffusion_model.forward", torch.compile(network.forward, dynamic=False, mode=mode))
-        try:
-            timing = timed(peer, inputs, repeats)
-        finally:
-            if label == "channels_last":
-                network.to(memory_format=torch.contiguous_format)
-    return timing, time.perf_counter() - start
+            network.to(memory_format=torch.contiguous_format)
+
+
+def peer_of(label: str, patcher):
+    """Return a patcher that runs the same network in another way."""
+    from compiled_graphs.compiler.region import find_regions
+
+    network, peer = patcher.model.diffusion_model, patcher.clone()
+    if label == "channels_last":
+        network.to(memory_format=torch.channels_last)
+    elif label == "blocks":
+        for region in find_regions(network):
+            forward = torch.compile(region.module.forward, dynamic=True)
+            peer.add_object_patch(f"diffusion_model.{region.path}.forward", forward)
+    elif label == "core":
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        set_torch_compile_wrapper(model=peer, backend="inductor")
+    else:
+        forward = torch.compile(network.forward, dynamic=label == "dynamic")
+        peer.add_object_patch("diffusion_model.forward", forward)
+    return peer
+
+
+class TooLong(BaseException):
+    """No compiler that waits for its own processes takes it for an error of theirs."""
+
+
+@contextmanager
+def bound(seconds: int) -> Iterator[None]:
+    """Raise TooLong in what takes longer."""
+
+    def expire(*_: object) -> None:
+        raise TooLong
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
+    """Return the median milliseconds of the network's call as a CUDA graph, None if it cannot be one."""
+    model = patcher.patch_model(load_weights=False)
+    seen = []
+    hook = model.diffusion_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.inference_mode():
+            model.apply_model(**fresh(inputs))
+            hook.remove()
+            args, kwargs = seen[0]
+            graph = torch.cuda.CUDAGraph()
+            sync()
+            with torch.cuda.graph(graph):
+                model.diffusion_model(*args, **kwargs)
+            return pipelined(graph.replay, repeats)
+    except (RuntimeError, TypeError) as error:
+        print(f"    no CUDA graph: {str(error).splitlines()[0]}")
+        return None
+    finally:
+        hook.remove()
+        patcher.unpatch_model(unpatch_weights=False)
 
 
 def floor(patcher, inputs: dict, dtype: torch.dtype) -> float:
@@ -182,6 +305,10 @@ def floor(patcher, inputs: dict, dtype: torch.dtype) -> float:
     sync()
     rate = 20 * 2 * 8192**3 / (time.perf_counter() - start)
     return counter.get_total_flops() / rate * 1e3
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def use_registry(host, registry) -> None:
@@ -211,22 +338,28 @@ def timed(patcher, inputs: dict, repeats: int) -> Timing:
             sync()
             first = time.perf_counter() - start
             for _ in range(3):
-                result = model.apply_model(**fresh(inputs))
-            rounds = []
-            for _ in range(5):
-                sync()
-                start = time.perf_counter()
-                for _ in range(max(1, repeats // 5)):
-                    model.apply_model(**fresh(inputs))
-                sync()
-                rounds.append((time.perf_counter() - start) / max(1, repeats // 5) * 1e3)
+                model.apply_model(**fresh(inputs))
+            milliseconds = pipelined(lambda: model.apply_model(**fresh(inputs)), repeats)
             result = model.apply_model(**fresh(inputs)).clone()
             peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-            return Timing(statistics.median(rounds), first, peak, result)
+            return Timing(milliseconds, first, peak, result)
     finally:
         patcher.unpatch_model(unpatch_weights=False)
         if hasattr(patcher, "cleanup"):
             patcher.cleanup()  # as at the end of a sampling
+
+
+def pipelined(step: Callable[[], object], repeats: int) -> float:
+    """Return the median milliseconds of a step, issued back to back in five rounds."""
+    rounds, count = [], max(1, repeats // 5)
+    for _ in range(5):
+        sync()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        sync()
+        rounds.append((time.perf_counter() - start) / count * 1e3)
+    return statistics.median(rounds)
 
 
 def reset_peak() -> None:

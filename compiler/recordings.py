@@ -3,7 +3,8 @@
 A step of a diffusion model is a thousand small kernels, and Python issues them more slowly than a fast GPU runs
 them. A CUDA graph issues all of them at once. It also freezes what Python decided while it was recorded, and
 every address: so a call is replayed only while the network, its weights and everything its code can look up are
-what they were, and a recording lives no longer than one sampling, since memory that it holds looks free to others.
+what they were. With PyTorch's own allocator a recording lives no longer than one sampling, since memory that it
+holds looks free to others. CUDA's asynchronous one, ComfyUI's default, lends it memory only while it runs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .waits import WaitWatch
 log = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 4
-"""Sizes that are recorded in a sampling; where areas bring more, those are called. They share their memory."""
+"""Sizes that are recorded; where areas bring more to one sampling, those are called. They share their memory."""
 
 
 class Recording(Protocol):
@@ -53,6 +54,11 @@ Record = Callable[[Callable[[], None], Any], Recording]
 def recordable(device: torch.device) -> bool:
     """Whether calls on a device can be recorded as CUDA graphs."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def is_lent_memory(device: torch.device) -> bool:
+    """Whether recordings on a device hold memory only while they run."""
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() != "native"
 
 
 def record_on_gpu(call: Callable[[], None], pool: Any) -> Recording:
@@ -122,10 +128,8 @@ def _end_failed_capture(pool: Any) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _return_graph_memory(device: torch.device) -> None:
-    """Return what recordings worked in: with CUDA's asynchronous allocator graphs have memory of their own."""
-    if torch.cuda.get_allocator_backend() == "native":
-        return
+def return_lent_memory(device: torch.device) -> None:
+    """Give back what CUDA keeps for the next run of recordings whose memory is lent."""
     torch.cuda.synchronize(device)
     with suppress(OSError, AttributeError):  # a driver that has no such call keeps none either
         driver = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
@@ -174,6 +178,8 @@ class Recordings:
         self._proven: dict[Any, Any] = {}
         """By arguments whose recording gave what the call gave, in this sampling or an earlier one: the result,
         without data."""
+        self._used: set[Any] = set()
+        """The arguments of this sampling's calls."""
         self._pool: Any = None
         self._retired = 0
         self.reason = ""
@@ -190,6 +196,7 @@ class Recordings:
             return call(*args, **kwargs)
         if self._calls and not self._is_unchanged():
             self.forget()
+        self._used.add(key)
         known = self._calls.get(key, self)
         if isinstance(known, _Recorded):
             self._counters.add("replays")
@@ -201,15 +208,25 @@ class Recordings:
             return self._call_recorded(key, call, args, kwargs)
         return call(*args, **kwargs)
 
-    def forget(self, *_: Any) -> None:
-        """Drop all recordings, and the memory they work in."""
-        has_recorded = self._pool is not None and self._device.type == "cuda"
+    def rest(self) -> None:
+        """Give back the memory that recordings work in, at the end of a sampling; without it some cannot go on."""
+        self._used.clear()
+        if not is_lent_memory(self._device):
+            self.forget()
+            return
+        self._calls = {key: call for key, call in self._calls.items() if isinstance(call, _Recorded)}
+        if self._calls:
+            return_lent_memory(self._device)
+
+    def forget(self) -> None:
+        """Drop all recordings."""
+        has_recorded = self._pool is not None
         if has_recorded:
-            torch.cuda.synchronize(self._device)  # before memory is taken from what still runs
+            self._wait()
         self._calls.clear()
         self._tensors = self._pool = None
-        if has_recorded:
-            _return_graph_memory(self._device)
+        if has_recorded and is_lent_memory(self._device):
+            return_lent_memory(self._device)
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         """Return what tells this call from others, and its tensors. Raises Unsupported if it is not to be recorded."""
@@ -223,6 +240,7 @@ class Recordings:
         key = (
             tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
             tuple([(name, name in names or describe(value, tensors)) for name, value in kwargs.items()]),
+            _arithmetic(),
         )
         if any(t.device != self._device for t in tensors):
             raise Unsupported("an input on another device")
@@ -235,12 +253,25 @@ class Recordings:
         """Make a call of a new size, and remember it if nothing in it happened for the first time or eagerly."""
         disturbances = self._disturbances()
         result = call(*args, **kwargs)
-        if self._disturbances() == disturbances and len(self._calls) < MAX_RECORDINGS:
+        if self._disturbances() == disturbances and self._has_room():
             self._calls[key] = None
             self._tensors = self._tensors or TensorGuard(self._network(), self._device)
             self._retired = totals.retired
             self.reason = "" if self._tensors.is_usable else "weights that are not all on the GPU"
         return result
+
+    def _has_room(self) -> bool:
+        """Make room for one more recording, if need be in the place of one that this sampling has not used."""
+        unused = next((key for key in self._calls if key not in self._used), None)
+        if len(self._calls) >= MAX_RECORDINGS and unused is not None:
+            self._wait()
+            del self._calls[unused]
+        return len(self._calls) < MAX_RECORDINGS
+
+    def _wait(self) -> None:
+        """Before memory is taken from what may still run."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _disturbances(self) -> tuple[float, ...]:
         counts = self._counters
@@ -319,6 +350,20 @@ class _OwnArguments:
             own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self.tensors.append(own.copy_(value))
         return own
+
+
+def _arithmetic() -> tuple[Any, ...]:
+    """Return torch's settings by which the same operator may run another kernel."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        products.allow_tf32,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        getattr(products, "allow_fp16_accumulation", None),
+        convolutions.allow_tf32,
+        convolutions.benchmark,
+        convolutions.deterministic,
+    )
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -387,8 +387,8 @@ def _compile(
 def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[], None]) -> None:
     """Let the steps of a sampling be recorded and replayed, where nobody else has a hand in the network.
 
-    Recordings end with the sampling (`CallbacksMP.ON_CLEANUP`): ComfyUI counts their memory as free. A core
-    without that callback (before 2025) gets none.
+    What they work in is given back when the sampling ends (`CallbacksMP.ON_CLEANUP`): ComfyUI counts it as free. A
+    core without that callback (before 2025) gets none.
     """
     entrance = clone.object_patches[f"{prefix}forward"]
     compiled = entrance.compiled
@@ -404,7 +404,7 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[]
     told = [""]
 
     def end(patcher: Any) -> None:
-        recordings.forget()
+        recordings.rest()
         lines = "".join(_recording_lines([weakref.ref(entrance)]))
         if lines != told[0]:
             told[0] = lines
