@@ -34,7 +34,7 @@ from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..patches import PatchCall
 from ..probe import ModelCall
-from ..recordings import Recordings, recordable
+from ..recordings import Recordings, recordable, uses_native_allocator
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
@@ -55,6 +55,7 @@ _BOOKKEEPING = frozenset(
 _STEPS_WORTH_RECORDING = 8
 """A recording takes as long as two or three calls, once in each sampling."""
 _RECORDINGS_KEY = "compiled_graphs.recordings"
+_OTHER_ALLOCATOR = "they need PyTorch's own memory allocator (start ComfyUI with --disable-cuda-malloc)"
 
 
 class ComfyHost(Host):
@@ -387,8 +388,8 @@ def _compile(
 def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[], None]) -> None:
     """Let the steps of a sampling be recorded and replayed, where nobody else has a hand in the network.
 
-    What they work in is given back when the sampling ends (`CallbacksMP.ON_CLEANUP`): ComfyUI counts it as free. A
-    core without that callback (before 2025) gets none.
+    Recordings end with the sampling (`CallbacksMP.ON_CLEANUP`): ComfyUI counts their memory as free. A core
+    without that callback (before 2025) gets none.
     """
     entrance = clone.object_patches[f"{prefix}forward"]
     compiled = entrance.compiled
@@ -399,12 +400,13 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[]
         return
     if any(is_torch_compiled(module) for module in network.modules()):
         return
-    recordings = Recordings(network, HOST, compiled.counters, compiled.device)
+    closed = "" if uses_native_allocator(compiled.device) else _OTHER_ALLOCATOR
+    recordings = Recordings(network, HOST, compiled.counters, compiled.device, closed=closed)
     entrance.recordings = recordings
     told = [""]
 
     def end(patcher: Any) -> None:
-        recordings.rest()
+        recordings.forget()
         lines = "".join(_recording_lines([weakref.ref(entrance)]))
         if lines != told[0]:
             told[0] = lines
