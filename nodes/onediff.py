@@ -15,26 +15,16 @@ import folder_paths
 from . import messages, sockets
 from .compile_model import CompileModel
 from .control_net_speedup import ControlNetSpeedup
+from .deep_cache import STEPS, settings, with_deep_cache
 from .graph_files import FOLDER, NONE, SUFFIX, LoadGraph, SaveGraph
 from .vae_speedup import VAESpeedup
 
 CATEGORY = "compiled graphs/OneDiff workflows"
 NO_BOOSTER = "boosters are of no use any more: the blocks are compiled by Inductor"
-NO_CACHE = "without DeepCache: every step is computed whole"
 ANY_BATCH = "nothing to do: one set of graphs serves every batch size"
 _BOOSTER = ("CUSTOM_BOOSTER", {"tooltip": "Accepted from old workflows; has no effect."})
 _INPLACE = ("BOOLEAN", {"default": True, "label_on": "yes", "label_off": "no", "tooltip": "Has no effect."})
 _SWITCH = (["disable", "enable"], {"tooltip": "Whether the VAE's decoder is compiled as well."})
-_STEPS = {
-    name: ("INT", {"default": default, "min": least, "max": most, "tooltip": "DeepCache's; has no effect."})
-    for name, default, least, most in (
-        ("cache_interval", 3, 1, 1000),
-        ("cache_layer_id", 0, 0, 12),
-        ("cache_block_id", 1, 0, 12),
-        ("start_step", 0, 0, 1000),
-        ("end_step", 1000, 0, 1000),
-    )
-}
 _STATIC = (["enable", "disable"], {"tooltip": "Has no effect."})
 
 
@@ -61,7 +51,7 @@ class ModelSpeedup(_Node):
 
     def run(self, model: Any, custom_booster: Any = None, inplace: bool = True, **hidden: Any) -> dict[str, Any]:
         """Return the compiled clone; the model that came in is never changed, whatever `inplace` says."""
-        return _with(CompileModel().compile(model, **hidden), hidden, _booster(custom_booster))
+        return _boosted(CompileModel().compile(model, **hidden), hidden, custom_booster)
 
 
 class VaeSpeedup(_Node):
@@ -109,26 +99,24 @@ class SVDSpeedup(_Node):
         self, model: Any, inplace: bool = False, cache_name: str = "", custom_booster: Any = None, **hidden: Any
     ) -> dict[str, Any]:
         """Return the compiled clone."""
-        return _with(CompileModel().compile(model, **hidden), hidden, _booster(custom_booster))
+        return _boosted(CompileModel().compile(model, **hidden), hidden, custom_booster)
 
 
 class ModuleDeepCacheSpeedup(_Node):
     RETURN_TYPES = ("MODEL",)
-    DESCRIPTION = "From OneDiff's workflows. Use Compile Model instead: this does the same, without DeepCache."
+    DESCRIPTION = "From OneDiff's workflows. Use Compile Model and DeepCache instead: this does the same."
     INPUTS = {
         "required": {
             "model": ("MODEL", {"tooltip": "The diffusion model to compile."}),
             "static_mode": _STATIC,
-            **_STEPS,
+            **STEPS,
         }
     }
 
-    def run(
-        self, model: Any, unique_id: str = "", prompt: Any = None, extra_pnginfo: Any = None, **ignored: Any
-    ) -> dict[str, Any]:
-        """Return the compiled clone."""
-        hidden = {"unique_id": unique_id, "prompt": prompt, "extra_pnginfo": extra_pnginfo}
-        return _with(CompileModel().compile(model, **hidden), hidden, [NO_CACHE])
+    def run(self, model: Any, static_mode: str = "enable", **widgets: Any) -> dict[str, Any]:
+        """Return the compiled clone with shallow steps."""
+        hidden, steps = _apart(widgets)
+        return _boosted(CompileModel().compile(model, **hidden), hidden, [settings(**steps)])
 
 
 class BatchSizePatcher(_Node):
@@ -168,10 +156,10 @@ class OneDiffCheckpointLoaderSimple(_Node):
         self, ckpt_name: str, vae_speedup: str = "disable", custom_booster: Any = None, **hidden: Any
     ) -> dict[str, Any]:
         """Return the checkpoint's model, compiled, its text encoder, and its VAE, compiled if asked for."""
-        return self._load(ckpt_name, vae_speedup, hidden, _booster(custom_booster))
+        return self._load(ckpt_name, vae_speedup, hidden, custom_booster)
 
     @staticmethod
-    def _load(ckpt_name: str, vae_speedup: str, hidden: dict[str, Any], lines: list[str]) -> dict[str, Any]:
+    def _load(ckpt_name: str, vae_speedup: str, hidden: dict[str, Any], custom_booster: Any) -> dict[str, Any]:
         model, clip, vae = _load_checkpoint(ckpt_name)
         answer = CompileModel().compile(model, **hidden)
         (model,) = answer["result"]
@@ -180,32 +168,26 @@ class OneDiffCheckpointLoaderSimple(_Node):
             made = VAESpeedup().compile(vae, **hidden)
             (vae,) = made["result"]
             texts = [*texts, *(f"VAE: {text}" for text in made["ui"]["text"])]
-        return _with({"ui": {"text": texts}, "result": (model, clip, vae)}, hidden, lines)
+        return _boosted({"ui": {"text": texts}, "result": (model, clip, vae)}, hidden, custom_booster)
 
 
 class OneDiffDeepCacheCheckpointLoaderSimple(OneDiffCheckpointLoaderSimple):
-    DESCRIPTION = "From OneDiff's workflows. Use Load Checkpoint and Compile Model instead; there is no DeepCache."
+    DESCRIPTION = "From OneDiff's workflows. Use Load Checkpoint, Compile Model and DeepCache: this does the same."
 
     @classmethod
     def _more(cls) -> dict[str, Any]:
-        return {"static_mode": _STATIC, **_STEPS}
+        return {"static_mode": _STATIC, **STEPS}
 
     @classmethod
     def _optional(cls) -> dict[str, Any]:
         return {}
 
     def run(
-        self,
-        ckpt_name: str,
-        vae_speedup: str = "disable",
-        unique_id: str = "",
-        prompt: Any = None,
-        extra_pnginfo: Any = None,
-        **ignored: Any,
+        self, ckpt_name: str, vae_speedup: str = "disable", static_mode: str = "enable", **widgets: Any
     ) -> dict[str, Any]:
-        """Return what the loader without DeepCache returns."""
-        hidden = {"unique_id": unique_id, "prompt": prompt, "extra_pnginfo": extra_pnginfo}
-        return self._load(ckpt_name, vae_speedup, hidden, [NO_CACHE])
+        """Return what the loader without DeepCache returns, with shallow steps."""
+        hidden, steps = _apart(widgets)
+        return self._load(ckpt_name, vae_speedup, hidden, [settings(**steps)])
 
 
 class OneDiffControlNetLoader(_Node):
@@ -308,7 +290,7 @@ class OneDiffModelBooster(_Node):
         "required": {},
         "optional": {
             "quantization_booster": ("QuantizationBooster", {"tooltip": "Has no effect."}),
-            "deepcache_booster": ("DeepCacheBooster", {"tooltip": "Has no effect."}),
+            "deepcache_booster": ("DeepCacheBooster", {"tooltip": "Settings of DeepCache."}),
             "torchcompile_booster": ("TorchCompileBooster", {"tooltip": "Has no effect."}),
         },
     }
@@ -316,13 +298,13 @@ class OneDiffModelBooster(_Node):
     def run(
         self,
         quantization_booster: str = "",
-        deepcache_booster: str = "",
+        deepcache_booster: Any = None,
         torchcompile_booster: str = "",
         **hidden: Any,
-    ) -> tuple[list[str]]:
-        """Return what the nodes that it is connected to are to say."""
-        said = [line for line in (quantization_booster, deepcache_booster, torchcompile_booster) if line]
-        return (said or [NO_BOOSTER],)
+    ) -> tuple[list[Any]]:
+        """Return what the nodes that it is connected to are to say, and DeepCache's settings for them to use."""
+        boosters = [each for each in (quantization_booster, deepcache_booster, torchcompile_booster) if each]
+        return (boosters or [NO_BOOSTER],)
 
 
 class _Booster(_Node):
@@ -334,11 +316,14 @@ class _Booster(_Node):
         return (self.SAYS,)
 
 
-class OneFlowDeepcacheBooster(_Booster):
+class OneFlowDeepcacheBooster(_Node):
     RETURN_TYPES = ("DeepCacheBooster",)
-    DESCRIPTION = "From OneDiff's workflows. Has no effect: there is no DeepCache."
-    INPUTS = {"required": dict(_STEPS)}
-    SAYS = NO_CACHE
+    DESCRIPTION = "From OneDiff's workflows. Use DeepCache instead: the model that this is for gets the same."
+    INPUTS = {"required": dict(STEPS)}
+
+    def run(self, **widgets: Any) -> tuple[Any]:
+        """Return the settings."""
+        return (settings(**_apart(widgets)[1]),)
 
 
 class OneDiffOnlineQuantizationBooster(_Booster):
@@ -423,9 +408,30 @@ def unclaimed() -> dict[str, tuple[type, str]]:
 
 
 def _booster(custom_booster: Any) -> list[str]:
+    """Return what boosters have to say to a node that has no use for any."""
     if custom_booster is None:
         return []
-    return list(custom_booster) if isinstance(custom_booster, list) else [NO_BOOSTER]
+    said = custom_booster if isinstance(custom_booster, list) else [NO_BOOSTER]
+    return [line for line in said if isinstance(line, str)]
+
+
+def _boosted(answer: dict[str, Any], hidden: dict[str, Any], custom_booster: Any) -> dict[str, Any]:
+    """Give the model of an answer DeepCache if a booster has its settings, and say what the others have to."""
+    boosters = custom_booster if isinstance(custom_booster, list) else []
+    wanted = [each for each in boosters if not isinstance(each, str)]
+    for each in wanted[:1]:
+        model, *rest = answer["result"]
+        node_id, above = hidden.get("unique_id", ""), "\n".join(answer["ui"]["text"])
+        model, text = with_deep_cache(model, each, node_id, above)
+        answer = {**answer, "ui": {"text": [text]}, "result": (model, *rest)}
+        messages.show(node_id, text)
+    return _with(answer, hidden, _booster(custom_booster))
+
+
+def _apart(widgets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a node's hidden inputs, and its others."""
+    hidden = {name: value for name, value in widgets.items() if name in sockets.HIDDEN}
+    return hidden, {name: value for name, value in widgets.items() if name not in hidden}
 
 
 def _with(answer: dict[str, Any], hidden: dict[str, Any], lines: list[str]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from ..registry import Registry
 from ..scaled_weights import multiply_weights
 from ..store import StoreError, open_store
 from ..workers import Workers
-from . import comfy_calls, comfy_patches, comfy_worker
+from . import comfy_calls, comfy_deep_cache, comfy_patches, comfy_worker
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class ComfyHost(Host):
         sigmas = options.get("sample_sigmas")
         if sigmas is None or len(sigmas) - 1 < _STEPS_WORTH_RECORDING:
             return f"fewer than {_STEPS_WORTH_RECORDING} steps"
+        if comfy_deep_cache.MARK in options:
+            return "DeepCache, whose steps are not alike"
         if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
             return "a patch"
         if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
@@ -274,6 +276,11 @@ def patcher_of(thing: Any) -> Any:
     if hasattr(thing, "get_control"):
         return getattr(thing, "control_model_wrapped", None)
     return getattr(thing, "patcher", thing)
+
+
+def compiled_model(thing: Any) -> CompiledModel | None:
+    """Return what a MODEL, VAE or CONTROL_NET was compiled as, or None."""
+    return _compiled(patcher_of(thing))
 
 
 def graphs_in_use(patcher: Any) -> list[CompiledGraph] | None:

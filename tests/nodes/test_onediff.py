@@ -87,7 +87,7 @@ def test_an_old_workflow_runs_says_what_has_no_meaning_and_its_file_loads(server
     assert abs(pixels(server, outputs)[0] - theirs[0]).max() <= 1
     text = "\n".join(outputs["2"]["text"])
     assert "3 regions, 3 compiled" in text
-    assert "without DeepCache" in text
+    assert "DeepCache: shallow steps compute" in text
     assert "every batch size" in outputs["32"]["text"][0]
     (name,) = re.findall(r"old_unet_\d{5}_\.graph\.safetensors", outputs["33"]["text"][0])
     before = totals(server)["compiles"]
@@ -98,6 +98,23 @@ def test_an_old_workflow_runs_says_what_has_no_meaning_and_its_file_loads(server
         assert said in outputs["2"]["text"][0]
         assert abs(pixels(server, outputs)[0] - theirs[0]).max() <= 1
     assert totals(server)["compiles"] == before
+
+
+def test_deep_cache_is_that_of_our_own_node(server, workflow, pixels):
+    steps = {"cache_interval": 3, "cache_layer_id": 0, "cache_block_id": 0, "start_step": 0, "end_step": 1000}
+    prompts = [workflow(64, 64, seed=43, steps=9, compiled=False), workflow(64, 64, seed=43, steps=9)]
+    prompts[1]["30"] = {"class_type": "CG_DeepCache", "inputs": {"model": ["2", 0], **steps}}
+    prompts[1]["6"]["inputs"]["model"] = ["30", 0]
+    for static_mode in ("enable", "disable"):
+        prompts.append(workflow(64, 64, seed=43, steps=9))
+        inputs = {"model": ["1", 0], "static_mode": static_mode, **steps}
+        prompts[-1]["2"] = {"class_type": "ModuleDeepCacheSpeedup", "inputs": inputs}
+    answers = [server.run(prompt) for prompt in prompts]
+    whole, ours, *old = [pixels(server, outputs)[0] for outputs in answers]
+    assert "3 regions, 3 compiled" in answers[2]["2"]["text"][0]
+    assert "DeepCache: shallow steps compute" in answers[1]["30"]["text"][0]
+    assert all(abs(image - ours).max() <= 1 for image in old)
+    assert abs(whole - ours).max() > 1, "no step was shallow"
 
 
 OTHER = """

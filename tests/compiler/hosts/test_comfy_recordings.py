@@ -111,7 +111,7 @@ def test_residuals_of_a_control_net_are_inputs(model, sample, registry):
     for value in (0.2, 0.7):
         control = hinted(control_net(model), value)
         replays = STEPS - 3 if value == 0.2 else STEPS - 2
-        assert_image(sample, ours, model, replays, conditioning=control)
+        assert_image(sample, ours, model, replays, **control)
 
 
 def test_a_wrapper_around_the_network_may_change_with_every_step(model, sample, registry):

@@ -1,0 +1,132 @@
+"""Compile Report: what compiling gains, as a picture."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import folder_paths
+import numpy
+import torch
+
+from . import messages, sockets
+from .report_picture import Row, Section, draw
+
+if TYPE_CHECKING:
+    from ..compiler.model import CompiledModel, KindInUse
+
+NOT_COMPILED = "not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup or Load Graph"
+NOT_TIMED = "Blocks are timed when they first run, with verify on: connect a picture made with this model to after."
+_SOURCES = {"compiled": "compiled", "disk": "loaded from disk", "file": "loaded from a file"}
+
+
+class CompileReport:
+    """Put behind a sampler. Draws what each kind of block takes compiled and uncompiled."""
+
+    CATEGORY = "compiled graphs"
+    FUNCTION = "report"
+    OUTPUT_NODE = True
+    RETURN_TYPES = ("IMAGE",)
+    OUTPUT_TOOLTIPS = ("The picture, for Save Image or Preview Image.",)
+    DESCRIPTION = (
+        "Draws for each kind of block what it takes compiled and uncompiled, how many calls ran compiled, and the "
+        "seconds that compiling and loading took. Works without a browser, too."
+    )
+    SEARCH_ALIASES = ["compile statistics", "benchmark", "speed report", "profile"]
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
+        return {
+            "required": {},
+            "optional": {
+                "model": ("MODEL", {"tooltip": "A model from Compile Model or Load Graph."}),
+                "vae": ("VAE", {"tooltip": "A VAE from VAE Speedup or Load Graph."}),
+                "control_net": ("CONTROL_NET", {"tooltip": "A ControlNet from ControlNet Speedup or Load Graph."}),
+                "after": (
+                    sockets.ANY,
+                    {"tooltip": "Connect an IMAGE or LATENT: the report is drawn after it is made."},
+                ),
+            },
+            "hidden": {"unique_id": "UNIQUE_ID"},
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **inputs: Any) -> float:  # noqa: N802  ComfyUI's name
+        """Draw each time: what the picture shows changes with every prompt."""
+        return float("nan")
+
+    def report(
+        self, model: Any = None, vae: Any = None, control_net: Any = None, after: Any = None, unique_id: str = ""
+    ) -> dict[str, Any]:
+        """Return the picture, [1, height, width, 3] from 0 to 1, and show it on the node."""
+        things = (("Model", model), ("VAE", vae), ("ControlNet", control_net))
+        sections = [_section(name, thing) for name, thing in things if thing is not None]
+        sections = sections or [Section("Compile Report", [NOT_COMPILED], [])]
+        picture = draw(sections)
+        text = "\n".join(f"{section.title}: {section.lines[0]}" for section in sections)
+        messages.show(unique_id, text)
+        image = torch.from_numpy(numpy.asarray(picture, dtype=numpy.float32) / 255)[None]
+        return {"ui": {"images": [_preview(picture)], "text": [text]}, "result": (image,)}
+
+
+def _section(name: str, thing: Any) -> Section:
+    from ..compiler.hosts.comfy import compiled_model
+
+    compiled = compiled_model(thing)
+    if compiled is None:
+        return Section(name, [NOT_COMPILED], [])
+    kinds = compiled.kinds()
+    rows = [row for kind in kinds for row in _rows(kind)]
+    rows.sort(key=lambda row: -(row.eager or 0.0))
+    return Section(_title(name, compiled, rows), _lines(compiled, kinds, rows), rows)
+
+
+def _title(name: str, compiled: CompiledModel, rows: list[Row]) -> str:
+    timed = [row for row in rows if row.eager and row.compiled]
+    network = compiled.network_name()
+    if not timed:
+        return f"{name}: {network}"
+    gain = sum(row.eager for row in timed) / sum(row.compiled for row in timed)
+    return f"{name}: {network}, its blocks {gain:.2f}x as fast"
+
+
+def _lines(compiled: CompiledModel, kinds: list[KindInUse], rows: list[Row]) -> list[str]:
+    calls, eager = compiled.counters.calls, compiled.counters.eager_calls.total()
+    covered = sum(bool(kind.graphs) for kind in kinds)
+    lines = [f"{covered} of {len(kinds)} kinds of block compiled"]
+    if calls:
+        lines[0] += f", {1 - eager / calls:.0%} of {calls} calls ran compiled"
+    entries = [entry for kind in kinds for entry in kind.graphs]
+    for source, text in _SOURCES.items():
+        seconds = [entry.seconds for entry in entries if entry.source == source]
+        if seconds:
+            lines.append(f"{len(seconds)} {'graph' if len(seconds) == 1 else 'graphs'} {text}, {sum(seconds):.1f} s")
+    if rows and not any(row.eager for row in rows):
+        lines.append(NOT_TIMED)
+    return lines
+
+
+def _rows(kind: KindInUse) -> list[Row]:
+    """Return a row for each graph of a kind, or one that says why there is none."""
+    label = f"{kind.region} ({kind.blocks} blocks)" if kind.blocks > 1 else kind.region
+    if not kind.graphs:
+        return [Row(label, None, None, f"uncompiled: {kind.reasons[0]}" if kind.reasons else "not run yet")]
+    return [
+        Row(
+            label,
+            entry.timing and entry.timing.eager * kind.blocks * 1000,
+            entry.timing and entry.timing.graph * kind.blocks * 1000,
+            f"{_SOURCES.get(entry.source, entry.source)}, {entry.seconds:.1f} s",
+        )
+        for entry in kind.graphs
+    ]
+
+
+def _preview(picture: Any) -> dict[str, str]:
+    """Save a picture among ComfyUI's temporary ones; return the reference by which the frontend finds it."""
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+        "compile_report", folder_paths.get_temp_directory(), picture.width, picture.height
+    )
+    file = f"{name}_{counter:05}_.png"
+    picture.save(os.path.join(folder, file))
+    return {"filename": file, "subfolder": subfolder, "type": "temp"}

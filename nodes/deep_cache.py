@@ -1,0 +1,73 @@
+"""DeepCache: MODEL in, the same MODEL with steps out of which most compute the outer blocks only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import messages
+
+if TYPE_CHECKING:
+    from ..compiler.hosts.comfy_deep_cache import Settings
+
+STEPS = {
+    name: ("INT", {"default": default, "min": least, "max": most, "tooltip": tooltip})
+    for name, default, least, most, tooltip in (
+        ("cache_interval", 3, 1, 1000, "Every so many steps one is computed whole; 1 computes all of them whole."),
+        (
+            "cache_layer_id",
+            0,
+            0,
+            12,
+            "Level of the UNet in which other steps turn around: 0 for full resolution, fastest.",
+        ),
+        ("cache_block_id", 1, 0, 12, "Block in that level. Later ones compute more and differ less."),
+        ("start_step", 0, 0, 1000, "Where in the schedule it begins, of 1000. All steps before are computed whole."),
+        ("end_step", 1000, 0, 1000, "Where in the schedule it ends, of 1000. All steps after are computed whole."),
+    )
+}
+
+
+class DeepCache:
+    """Put before or after Compile Model. The image changes a little, and comes sooner."""
+
+    CATEGORY = "compiled graphs"
+    FUNCTION = "cache"
+    RETURN_TYPES = ("MODEL",)
+    OUTPUT_TOOLTIPS = ("The model with shallow steps. LoRA nodes and Compile Model may follow.",)
+    DESCRIPTION = (
+        "Takes what the deep blocks of a UNet compute from an earlier step, for most of the steps (SD1.5, SDXL, SVD). "
+        "Unlike Compile Model it changes the image; the node shows by how much a step differs and what it saves."
+    )
+    SEARCH_ALIASES = ["deep cache", "feature cache", "step cache", "onediff", "speed up"]
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
+        model = ("MODEL", {"tooltip": "A model whose network is a UNet."})
+        return {"required": {"model": model, **STEPS}, "hidden": {"unique_id": "UNIQUE_ID"}}
+
+    def cache(self, model: Any, unique_id: str = "", **steps: int) -> dict[str, Any]:
+        """Return the clone, and the text the node shows."""
+        cached, text = with_deep_cache(model, settings(**steps), unique_id)
+        messages.show(unique_id, text)
+        return {"ui": {"text": [text]}, "result": (cached,)}
+
+
+def settings(
+    cache_interval: int = 3, cache_layer_id: int = 0, cache_block_id: int = 1, start_step: int = 0, end_step: int = 1000
+) -> Settings:
+    """Return what the widgets say."""
+    from ..compiler.hosts.comfy_deep_cache import Settings
+
+    return Settings(cache_interval, cache_layer_id, cache_block_id, start_step, end_step)
+
+
+def with_deep_cache(model: Any, wanted: Settings, unique_id: str, above: str = "") -> tuple[Any, str]:
+    """Return a clone with shallow steps and what its node shows; later, it shows what each sampling did.
+
+    `above` stands over it each time.
+    """
+    from ..compiler.hosts.comfy_deep_cache import use_deep_cache
+
+    lines = [above] if above else []
+    cached, text = use_deep_cache(model, wanted, lambda done: messages.show(unique_id, "\n".join([*lines, done])))
+    return cached, "\n".join([*lines, text])
