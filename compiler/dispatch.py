@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -28,6 +28,7 @@ from .patches import PatchFailed, WrongOutput, calling
 from .registry import GraphEntry
 from .signature import TENSOR_TYPES, Structure, Unsupported, bind, describe, forward_signature, read
 from .skeleton import tensor_slots
+from .timing import compare
 from .verify import disagreement
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,16 @@ class RegionKind:
         self.refusals[structure_text] = reason
         self.plans.clear()
 
+    def drop(self, keys: Set[str]) -> None:
+        """Forget graphs; calls that want them ask for them again. Not while a call runs."""
+        for text, entries in list(self.graphs.items()):
+            kept = [entry for entry in entries if entry.retired or entry.graph.key not in keys]
+            if kept:
+                self.graphs[text] = kept
+            else:
+                del self.graphs[text]
+        self.plans.clear()
+
 
 class RegionForward:
     """Takes the place of one region's `forward`. Nothing in it refers back to the region's module."""
@@ -171,7 +182,7 @@ class RegionForward:
             checked |= self._host.patch_names(context, hooks)
         if self._verify and checked not in plan.entry.verified:
             eager = partial(self._kind.cls.forward, module, *args, **kwargs)
-            return self._run_verified(partial(run, plan, weights), plan, checked, tensors, eager)
+            return self._run_verified(partial(run, plan, weights), plan, checked, tensors, eager, bool(hooks))
         try:
             return run(plan, weights, tensors)
         except torch.cuda.OutOfMemoryError:
@@ -301,8 +312,12 @@ class RegionForward:
         checked: frozenset[str],
         tensors: Sequence[torch.Tensor],
         eager: Callable[[], Any],
+        patched: bool,
     ) -> Any:
-        """Run the graph on copies and eager on the originals; the person gets eager's result."""
+        """Run the graph on copies and eager on the originals; the person gets eager's result.
+
+        Both are then timed, unless patches take part: those may count their calls.
+        """
         spec = plan.entry.graph.spec
         copies = [t.clone() for t in tensors]
         try:
@@ -323,6 +338,10 @@ class RegionForward:
         self._counters.add("verifications")
         if error is None:
             plan.entry.verified.add(checked)
+            if plan.entry.timing is None and not patched:
+                written = (tensors[plan.order[i]] for i in spec.mutated)
+                with suppress(torch.cuda.OutOfMemoryError), _unchanged(written):  # a figure is not worth a picture
+                    plan.entry.timing = compare(partial(run, copies), eager, self._kind.device)
         else:
             self._retire(plan, error)
         return theirs
@@ -349,6 +368,17 @@ def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> No
         storage = inputs[i].untyped_storage().data_ptr()
         if any(j != i and t.untyped_storage().data_ptr() == storage for j, t in enumerate(inputs)):
             raise Unsupported("an input that is written to and shares memory with another")
+
+
+@contextmanager
+def _unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give tensors back their values at the end."""
+    kept = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, values in kept:
+            tensor.copy_(values)
 
 
 def _is_recording(device: torch.device) -> bool:

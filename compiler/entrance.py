@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +54,10 @@ class Entrance:
         self._running.call = (args, kwargs)
         self.on_call()
         try:
-            if self.recordings is not None:
-                return self.recordings.serve(self._call_compiled, args, kwargs)
-            return self._call_compiled(*args, **kwargs)
+            with self.compiled.pace.timed(self.method, args, kwargs) if self.compiled else nullcontext():
+                if self.recordings is not None:
+                    return self.recordings.serve(self._call_compiled, args, kwargs)
+                return self._call_compiled(*args, **kwargs)
         finally:
             self._running.call = outer
 

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -26,9 +26,10 @@ from .host import Host
 from .jobs import side_by_side
 from .probe import ModelCall, wanted_variants
 from .region import Region
-from .registry import Place, Registry
+from .registry import GraphEntry, Place, Registry
 from .signature import Structure, Unsupported
 from .skeleton import tensor_slots
+from .timing import Pace
 from .trace import Variant
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,29 @@ class Summary:
     """Regions whose graphs this model had to have compiled."""
 
 
+@dataclass(frozen=True)
+class KindInUse:
+    """Equal regions of a model, and what serves them now."""
+
+    region: str
+    """Their class, for people."""
+    blocks: int
+    entries: tuple[GraphEntry, ...]
+    """One per structure of call, and those that failed their check."""
+    refusals: tuple[str, ...]
+    """Why calls run eagerly that no graph was made for."""
+
+    @property
+    def graphs(self) -> tuple[GraphEntry, ...]:
+        """The graphs that are in use."""
+        return tuple(entry for entry in self.entries if not entry.retired)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Every reason for which a call runs eagerly."""
+        return (*self.refusals, *(entry.retired for entry in self.entries if entry.retired))
+
+
 MAX_STATES = 8
 """New states of one region that are followed. What changes with every image must not compile with every image."""
 
@@ -105,6 +129,8 @@ class CompiledModel:
     ) -> None:
         """With a `background`, structures that turn up run eagerly until it has compiled them."""
         self.counters = Counters(parent=totals)
+        self.pace = Pace(self.counters)
+        """What calls of the model take; told by whoever makes them."""
         self._model = weakref.ref(model)
         self._device = device
         self._backend = backend
@@ -208,8 +234,22 @@ class CompiledModel:
 
     def graphs(self) -> list[CompiledGraph]:
         """Return the graphs in use, each once."""
-        entries = [e for kind in self._kinds.values() for entries in kind.graphs.values() for e in entries]
-        return list({entry.graph.key: entry.graph for entry in entries if not entry.retired}.values())
+        entries = [e for kind in list(self._kinds.values()) for e in _entries(kind) if not e.retired]
+        return list({entry.graph.key: entry.graph for entry in entries}.values())
+
+    def drop(self, keys: Set[str]) -> None:
+        """Forget graphs, not while the model runs. Calls that want them ask the registry for them again."""
+        for kind in self._kinds.values():
+            kind.drop(keys)
+
+    def network_name(self) -> str:
+        """Return the class of the network, for people."""
+        return type(self._model()).__name__
+
+    def kinds(self) -> list[KindInUse]:
+        """Return the kinds of region that the model has now."""
+        blocks = Counter(self._fingerprints.values())
+        return [_in_use(self._kinds[identity], count) for identity, count in blocks.items()]
 
     def prepare(self, call: ModelCall, on_progress: OnProgress = lambda progress: None, name: str = "") -> None:
         """Provide the graphs that a call of the model will use: from memory, the store, or compiled now.
@@ -228,21 +268,20 @@ class CompiledModel:
 
     def summary(self) -> Summary:
         """Return how things stand now."""
-        current = dict.fromkeys(self._fingerprints.values())
-        standings = [_standing(self._kinds[fingerprint]) for fingerprint in current]
+        kinds = self.kinds()
         return Summary(
-            regions=len(standings),
-            compiled=sum(standing.graphs > 0 for standing in standings),
-            variants=sum(standing.graphs for standing in standings),
-            eager=sum(bool(standing.reasons) and not standing.graphs for standing in standings),
-            waiting=sum(not standing.reasons and not standing.graphs for standing in standings),
+            regions=len(kinds),
+            compiled=sum(bool(kind.graphs) for kind in kinds),
+            variants=sum(len(kind.graphs) for kind in kinds),
+            eager=sum(bool(kind.reasons) and not kind.graphs for kind in kinds),
+            waiting=sum(not kind.reasons and not kind.graphs for kind in kinds),
             from_memory=self.counters.from_memory,
             from_disk=self.counters.from_disk,
             from_file=self.counters.from_file,
             compiles=self.counters.compiles,
             seconds=self.counters.seconds,
-            reasons=tuple(dict.fromkeys(reason for standing in standings for reason in standing.reasons)),
-            loaded=len(self._loaded & current.keys()),
+            reasons=tuple(dict.fromkeys(reason for kind in kinds for reason in kind.reasons)),
+            loaded=len(self._loaded & set(self._fingerprints.values())),
             compiled_here=tuple(self._compiled),
         )
 
@@ -410,17 +449,14 @@ class CompiledModel:
         return "an argument that changes with the size, or sizes that cannot be told apart"
 
 
-@dataclass(frozen=True)
-class _Standing:
-    graphs: int
-    """Graphs of the kind that are in use."""
-    reasons: tuple[str, ...]
+def _in_use(kind: RegionKind, blocks: int) -> KindInUse:
+    refusals = [*([kind.closed] if kind.closed else []), *list(kind.refusals.values())]
+    return KindInUse(kind.cls.__name__, blocks, tuple(_entries(kind)), tuple(refusals))
 
 
-def _standing(kind: RegionKind) -> _Standing:
-    entries = [entry for entries in kind.graphs.values() for entry in entries]
-    reasons = [kind.closed, *kind.refusals.values(), *(entry.retired for entry in entries)]
-    return _Standing(sum(not entry.retired for entry in entries), tuple(reason for reason in reasons if reason))
+def _entries(kind: RegionKind) -> list[GraphEntry]:
+    # Lists first: another thread may be adding to what this one reads.
+    return list(chain.from_iterable(list(kind.graphs.values())))
 
 
 def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:

@@ -11,12 +11,13 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 from . import attention, patches
@@ -28,11 +29,13 @@ from .graph_file import StoredGraph
 from .host import Host
 from .jobs import CompileJobs
 from .signature import graph_key
+from .timing import Timing, speed_up
 from .trace import Variant, export_region
 from .workers import WorkerError, Workers
 
 if TYPE_CHECKING:
-    from .model import CompiledModel
+    from .model import CompiledModel, KindInUse
+    from .store import StoreEntry
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +48,21 @@ MAX_WORKFLOWS = 64
 class Store(Protocol):
     """Where compiled graphs outlive the process."""
 
+    limit: int
+    """Bytes."""
+    is_near: bool
+    """Whether it may be listed for every report."""
+
     def get(self, key: str) -> StoredGraph | None: ...
 
     def put(self, graph: StoredGraph) -> bool: ...
 
     def keys(self) -> set[str]:
         """Return the keys of all graphs, or of none if the place cannot be listed."""
+        ...
+
+    def entries(self) -> list[StoreEntry]:
+        """Return the graph files. Raises OSError if the place cannot be listed."""
         ...
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
@@ -63,10 +75,18 @@ class GraphEntry:
     """A graph and what this process has learned of it."""
 
     graph: CompiledGraph
+    source: str = ""
+    """Where this process had it from: "compiled", "disk" or "file"."""
+    seconds: float = 0.0
+    """What compiling or loading it took."""
+    size: int = 0
+    """Bytes of its executable as it is stored, or 0 where nobody has asked for them."""
     verified: set[frozenset[str]] = field(default_factory=set)
     """Sets of symbols that were 1 in a call that agreed with eager."""
     retired: str | None = None
     """Why the graph must not be used, once it has disagreed."""
+    timing: Timing | None = None
+    """What its region takes by it and eagerly, once it was checked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +130,8 @@ class Registry:
         """Without `workers` everything is compiled in this process."""
         self.store = store
         self.workers = workers
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, on any thread, when graphs or roles come or go. Must return at once."""
         self._claims: dict[str, threading.Lock] = {}
         self._jobs = jobs or CompileJobs()
         self._entries: OrderedDict[str, GraphEntry] = OrderedDict()
@@ -167,21 +189,67 @@ class Registry:
         patches.register_operators()
         start = time.perf_counter()
         graph = self.run(stored.spec.region, lambda: stored.load(backend))
+        seconds = time.perf_counter() - start
         counters.add("from_file")
-        counters.add("seconds", time.perf_counter() - start)
-        return self._keep(graph)
+        counters.add("seconds", seconds)
+        return self._keep(graph, "file", seconds, len(stored.executable))
 
     def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
         """Say that a role of a workflow is now played by this model. To be said whenever it runs."""
         with self._lock:
             roles = self._workflows.setdefault(workflow, {})
             self._workflows.move_to_end(workflow)
+            before = roles.get(name)
             roles[name] = Role(model.counters, weakref.ref(model))
             while len(self._workflows) > MAX_WORKFLOWS:
                 self._workflows.popitem(last=False)
+        if before is None or before.counters is not model.counters:
+            self.on_change()
+
+    def models(self, workflow: str) -> dict[str, CompiledModel] | None:
+        """Return the models that play a workflow's roles, those that still live; None for an unknown workflow."""
+        with self._lock:
+            roles = self._workflows.get(workflow)
+            return None if roles is None else _models(roles)
+
+    def keep(self, workflow: str) -> set[str]:
+        """Have the store hold the graphs of a workflow; return the keys of those that it does hold.
+
+        Graphs of a file are not in the store, and one that a full disk turned away is not either.
+        """
+        models = (self.models(workflow) or {}).values()
+        graphs = {graph.key: graph for model in models for graph in model.graphs()}
+        for key in graphs.keys() - self._stored_keys():
+            self._put(graphs[key])
+        return graphs.keys() & self._stored_keys()
+
+    def drop(self, workflow: str, keys: Set[str]) -> int:
+        """Forget a workflow and these of its graphs; return how many left memory. Not while a model of it runs.
+
+        Graphs that models of other workflows use stay in memory. A model that runs again asks for its graphs again.
+        """
+        with self._lock:
+            models = _models(self._workflows.pop(workflow, {})).values()
+            others = [m for roles in self._workflows.values() for m in _models(roles).values() if m not in models]
+            gone = keys - {graph.key for model in others for graph in model.graphs()}
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # an interrupted prompt may have left kernels of these graphs in the queue
+            for model in models:
+                model.drop(keys)
+            for key in gone:
+                self._entries.pop(key, None)
+        self.on_change()
+        return len(gone)
+
+    def _stored_keys(self) -> set[str]:
+        return self.store.keys() if self.store else set()
 
     def report(self) -> dict[str, Any]:
-        """Return workflows, roles and counts as JSON-able data, without paths of this machine."""
+        """Return workflows, roles, graphs, counts and sizes as JSON-able data, without paths of this machine.
+
+        Times are in seconds, sizes in bytes.
+        """
+        disk = self._disk()
         with self._lock:
             workflows = {
                 workflow: {"roles": {name: _role_report(role) for name, role in roles.items()}}
@@ -191,7 +259,18 @@ class Registry:
             key: sum(role[key] for w in workflows.values() for role in w["roles"].values())
             for key in ("regions", "compiled", "variants", "eager")
         }
-        return {"workflows": workflows, "totals": regions | _counts(totals)}
+        memory = {"graphs": len(self._entries), "bytes": sum(entry.size for entry in list(self._entries.values()))}
+        return {"workflows": workflows, "totals": regions | _counts(totals), "memory": memory, "disk": disk}
+
+    def _disk(self) -> dict[str, Any] | None:
+        """Return what the store holds, or None if there is no telling at once."""
+        if self.store is None or not self.store.is_near:
+            return None
+        try:
+            entries = self.store.entries()
+        except OSError:
+            return None
+        return {"graphs": len(entries), "bytes": sum(entry.size for entry in entries), "limit": self.store.limit}
 
     @staticmethod
     def _key(variant: Variant, fields: Mapping[str, str]) -> str:
@@ -201,7 +280,7 @@ class Registry:
         """Serve a key in this process, on the thread of a job."""
         start = time.perf_counter()
         try:
-            return self._found(wanted, counters) or self._compiled(wanted, counters, *_compile(wanted))
+            return self._found(wanted, counters) or self._compiled(wanted, counters, start, *_compile(wanted))
         finally:
             counters.add("seconds", time.perf_counter() - start)
 
@@ -210,6 +289,7 @@ class Registry:
         region = wanted.variant.region
         if found := self.run(region, lambda: self._found(wanted, counters)):
             return found
+        start = time.perf_counter()
         try:
             spec, data = self.workers.compile(wanted.variant, wanted.backend.name)
             executable = self.run(region, lambda: wanted.backend.load(data, spec))
@@ -218,7 +298,7 @@ class Registry:
                 raise
             log.info("%s is compiled in this process: %s", region, reason)
             spec, executable = self.run(region, lambda: _compile(wanted))
-        return self._compiled(wanted, counters, spec, executable)
+        return self._compiled(wanted, counters, start, spec, executable)
 
     @contextmanager
     def _claim(self, key: str) -> Iterator[None]:
@@ -234,39 +314,46 @@ class Registry:
             return entry, "memory"
         attention.register_operator()
         patches.register_operators()
-        if graph := self._load(wanted.key, wanted.backend):
+        start = time.perf_counter()
+        if loaded := self._load(wanted.key, wanted.backend):
+            graph, size = loaded
             counters.add("from_disk")
-            return self._keep(graph), "disk"
+            return self._keep(graph, "disk", time.perf_counter() - start, size), "disk"
         return None
 
     def _compiled(
-        self, wanted: _Wanted, counters: Counters, spec: GraphSpec, executable: Executable
+        self, wanted: _Wanted, counters: Counters, start: float, spec: GraphSpec, executable: Executable
     ) -> tuple[GraphEntry, str]:
+        seconds = time.perf_counter() - start
         counters.add("compiles")
         variant, name = wanted.variant, wanted.backend.name
         graph = CompiledGraph(
             wanted.key, variant.fingerprint, variant.structure.text, name, wanted.environment, spec, executable
         )
-        self._put(graph)
-        return self._keep(graph), "compiled"
+        size = self._put(graph)
+        return self._keep(graph, "compiled", seconds, size), "compiled"
 
-    def _load(self, key: str, backend: Backend) -> CompiledGraph | None:
+    def _load(self, key: str, backend: Backend) -> tuple[CompiledGraph, int] | None:
         stored = self.store.get(key) if self.store else None
         if stored is None or stored.backend != backend.name:
             return None
         try:
-            return stored.load(backend)
+            return stored.load(backend), len(stored.executable)
         except Exception as error:  # whatever torch makes of bytes it does not like
             log.warning("A stored graph of %s could not be loaded (%r); compiling it.", stored.spec.region, error)
             return None
 
-    def _put(self, graph: CompiledGraph) -> None:
+    def _put(self, graph: CompiledGraph) -> int:
+        """Keep a graph for the next start; return the bytes of its executable, or 0 if they cannot be had."""
         if self.store is None:
-            return
+            return 0
         try:
-            self.store.put(StoredGraph.of(graph))
+            stored = StoredGraph.of(graph)
+            self.store.put(stored)
         except Exception as error:  # a graph that cannot be kept still runs
             log.warning("The graph of %s cannot be kept for the next start: %r", graph.spec.region, error)
+            return 0
+        return len(stored.executable)
 
     def _find(self, key: str) -> GraphEntry | None:
         with self._lock:
@@ -275,24 +362,55 @@ class Registry:
                 self._entries.move_to_end(key)
             return entry
 
-    def _keep(self, graph: CompiledGraph) -> GraphEntry:
+    def _keep(self, graph: CompiledGraph, source: str = "", seconds: float = 0.0, size: int = 0) -> GraphEntry:
         with self._lock:
-            entry = self._entries[graph.key] = GraphEntry(graph)
+            entry = self._entries[graph.key] = GraphEntry(graph, source, seconds, size)
             while len(self._entries) > MAX_GRAPHS:
                 self._entries.popitem(last=False)
-            return entry
+        self.on_change()
+        return entry
+
+
+def _models(roles: Mapping[str, Role]) -> dict[str, CompiledModel]:
+    return {name: model for name, role in roles.items() if (model := role.model())}
 
 
 def _role_report(role: Role) -> dict[str, Any]:
     model = role.model()
     summary = model.summary() if model else None
+    kinds = model.kinds() if model else []
+    timed = [(kind.blocks, entry.timing) for kind in kinds for entry in kind.graphs if entry.timing]
     gauges = {
         "regions": summary.regions if summary else 0,
         "compiled": summary.compiled if summary else 0,
         "variants": summary.variants if summary else 0,
         "eager": summary.eager if summary else 0,
+        "graphs": [row for kind in kinds for row in _rows(kind)],
+        "speed_up": speed_up(timed),
+        "paces": [asdict(figure) for figure in model.pace.figures()] if model else [],
     }
     return gauges | _counts(role.counters)
+
+
+def _rows(kind: KindInUse) -> list[dict[str, Any]]:
+    """Return what serves a kind of region: a row for each graph and for each reason that there is none."""
+    same = {"region": kind.region, "blocks": kind.blocks}
+    rows = [same | _graph_row(entry) for entry in kind.entries]
+    rows += [same | {"state": "eager", "reason": reason} for reason in kind.refusals]
+    return rows or [same | {"state": "waiting", "reason": ""}]
+
+
+def _graph_row(entry: GraphEntry) -> dict[str, Any]:
+    return {
+        "state": "eager" if entry.retired else "compiled",
+        "reason": entry.retired or "",
+        "key": entry.graph.key,
+        "backend": entry.graph.backend,
+        "source": entry.source,
+        "seconds": entry.seconds,
+        "bytes": entry.size,
+        "timing": asdict(entry.timing) if entry.timing else None,
+    }
 
 
 def _counts(counters: Counters) -> dict[str, Any]:

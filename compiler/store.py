@@ -63,6 +63,9 @@ class _Store(ABC):
     is an empty one: the picture comes out either way.
     """
 
+    is_near = True
+    """Whether it takes no time worth mentioning to list it."""
+
     def __init__(self, place: str, trust: Trust | None, limit: int | None) -> None:
         self.place = place
         self.limit = default_limit() if limit is None else limit
@@ -261,6 +264,8 @@ class UrlStore(_Store):
     does it otherwise, the digests tell. There are no locks: two workers may compile one graph twice, and the
     last one's stays. Reading leaves no trace, and so the order of use is that of writing.
     """
+
+    is_near = False
 
     def __init__(self, url: str, trust: Trust | None = None, limit: int | None = None) -> None:
         super().__init__(_without_password(url), trust, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from ..compiler.graph_file import (
     write_graphs,
 )
 from ..compiler.trust import Trust
-from . import messages, sockets
+from . import messages, settings, sockets
 
 FOLDER = "compiled_graphs"
 NONE = "none"
+_WRITING = threading.Lock()
 NOTHING_CONNECTED = "connect a model, a VAE or a ControlNet"
 
 
@@ -77,6 +79,7 @@ class SaveGraph:
         """Write the file and return the text the node shows: what was written, or why nothing was."""
         from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
 
+        settings.apply()
         compilers = ((model, compile_model), (vae, compile_vae), (control_net, compile_control_net))
         found = [_graphs_of(thing, compile_thing) for thing, compile_thing in compilers if thing is not None]
         graphs, told = (
@@ -84,7 +87,7 @@ class SaveGraph:
             [line for _, lines in found for line in lines],
         )
         if graphs:
-            text = "\n".join([_write(graphs, filename_prefix), *told])
+            text = "\n".join([_written(graphs, filename_prefix), *told])
         else:
             text = "\n".join(["nothing saved", *(told or [NOTHING_CONNECTED])])
         messages.show(unique_id, text)
@@ -151,6 +154,7 @@ class LoadGraph:
         """Return what is connected with the file's graphs, and the text the node shows."""
         from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
 
+        settings.apply()
         graphs, listed, problem = _read(graph)
         texts = {"file": problem}
 
@@ -193,6 +197,22 @@ def _graphs_of(thing: Any, compile_thing: Any) -> tuple[list[CompiledGraph], lis
     return graphs_in_use(patcher_of(compiled)) or [], [f"compiled now: {text}"]
 
 
+def _written(graphs: list[CompiledGraph], filename_prefix: str) -> str:
+    try:
+        return write(graphs, filename_prefix)
+    except GraphFileError as reason:
+        return str(reason)
+
+
+def write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
+    """Write a graph file and return what was written. Raises GraphFileError if that cannot be done.
+
+    Any thread may write: the number in the name is taken by one at a time.
+    """
+    with _WRITING:
+        return _write(graphs, filename_prefix)
+
+
 def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     folder = folder_paths.get_folder_paths(FOLDER)[0]
     os.makedirs(folder, exist_ok=True)
@@ -204,7 +224,9 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
         data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
         write_whole(path, data)
     except OSError as error:
-        return f"{path.name} could not be written ({error.strerror or error}): make room, or save to another folder."
+        raise GraphFileError(
+            f"{path.name} could not be written ({error.strerror or error}): make room, or save to another folder."
+        ) from None
     return f"{len(graphs)} graphs saved to {path.name}, {len(data) / 1e6:.1f} MB"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REGISTRY_EVENT = "compiled_graphs.registry"
+"""Websocket event without data: the registry has changed; `web/registry_panel.js` reads it again."""
+MOMENT = 0.3
+"""Seconds whose changes are announced together."""
 EVENT = "compiled_graphs.status"
 """Websocket event `{"node": id, "text": text}`; `web/compiled_graphs.js` listens."""
 
@@ -23,6 +28,33 @@ def show(node_id: str, text: str) -> None:
     server = _server()
     if server is not None and node_id:
         server.send_sync(EVENT, {"node": str(node_id), "text": text})
+    announce()
+
+
+class _Announcer:
+    """Tells every frontend that the registry has changed, once for all that changes within a moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits = False
+
+    def __call__(self) -> None:
+        """Return at once; the event follows."""
+        with self._lock:
+            if self._waits or _server() is None:
+                return
+            self._waits = True
+        timer = threading.Timer(MOMENT, self._send)
+        timer.daemon = True
+        timer.start()
+
+    def _send(self) -> None:
+        with self._lock:
+            self._waits = False
+        _server().send_sync(REGISTRY_EVENT, {})
+
+
+announce = _Announcer()
 
 
 def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> Callable[[], str]:
@@ -35,7 +67,7 @@ def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[st
     names: dict[str, str] = {}
 
     def name() -> str:
-        queue = getattr(_server(), "prompt_queue", None)
+        queue = prompt_queue()
         try:
             (item,) = queue.currently_running.values()
             _, prompt_id, current, extra, *_ = getattr(item, "queue_tuple", item)
@@ -47,6 +79,11 @@ def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[st
         return names[prompt_id]
 
     return name
+
+
+def prompt_queue() -> Any:
+    """Return the queue of ComfyUI's server, or None if there is no server."""
+    return getattr(_server(), "prompt_queue", None)
 
 
 def _server() -> Any:

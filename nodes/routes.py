@@ -1,17 +1,50 @@
-"""What the extension answers over HTTP."""
+"""What the extension answers over HTTP: the registry, and what the panel's buttons do with it.
+
+Everything that takes longer than a moment is done on a thread of its own, so that ComfyUI goes on answering.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..compiler.graph_file import GraphFileError
+from . import graph_files, messages
+from .reasons import explained
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 log = logging.getLogger(__name__)
 
 REGISTRY = "/compiled_graphs/registry"
+SAVE = "/compiled_graphs/save"
+DROP = "/compiled_graphs/drop"
+
+_FILE_NAME = re.compile(r"\w[\w .-]{0,99}")
+
+
+class Refused(Exception):
+    """A request that is not served: an HTTP status, and the sentence for the person."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
 
 
 def register() -> bool:
-    """Add `GET /compiled_graphs/registry` to ComfyUI's server, if there is a server.
+    """Add the routes to ComfyUI's server, if there is a server.
+
+    `GET /compiled_graphs/registry` reports, and from then on changes are announced over the websocket.
+    `POST /compiled_graphs/save` with `{"workflow", "role", "name"}` writes a graph file as Save Graph does, and
+    `POST /compiled_graphs/drop` with `{"workflow"}` takes a workflow's graphs out of memory. Both answer with
+    `{"text"}`, or with `{"error"}` and a status of 400 and more; each is one sentence for people.
 
     Returns False if the path is taken, which means that another copy of this extension was loaded first:
     two handlers for one path would keep ComfyUI from starting, and two copies would count apart.
@@ -30,8 +63,96 @@ def register() -> bool:
 
     @server.routes.get(REGISTRY)
     async def read_registry(request: web.Request) -> web.Response:
-        from ..compiler.hosts.comfy import registry
+        return web.json_response(await asyncio.to_thread(_report))
 
-        return web.json_response(registry().report())
+    @server.routes.post(SAVE)
+    async def save(request: web.Request) -> web.Response:
+        return await _answer(request, _save)
+
+    @server.routes.post(DROP)
+    async def drop(request: web.Request) -> web.Response:
+        return await _answer(request, _drop)
 
     return True
+
+
+async def _answer(request: web.Request, serve: Callable[[Any], str]) -> web.Response:
+    from aiohttp import web
+
+    try:
+        # A page of another site can make a browser post a form here, but not JSON.
+        if request.content_type != "application/json":
+            raise Refused(400, "The request is not JSON: its content type is to be application/json.")
+        text = await asyncio.to_thread(serve, _parse(await request.text()))
+    except Refused as reason:
+        return web.json_response({"error": str(reason)}, status=reason.status)
+    return web.json_response({"text": text})
+
+
+def _parse(text: str) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise Refused(400, "The request is to be a JSON object.")
+    return fields
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise Refused(400, f"The request lacks '{name}', which is to be a text.")
+    return value
+
+
+def _report() -> dict[str, Any]:
+    from ..compiler.hosts.comfy import registry
+
+    registry().on_change = messages.announce
+    report = registry().report()
+    return report | {"explained": explained(report)}
+
+
+def _save(fields: Mapping[str, Any]) -> str:
+    from ..compiler.hosts.comfy import registry
+
+    workflow, role, name = (_text(fields, field) for field in ("workflow", "role", "name"))
+    if not _FILE_NAME.fullmatch(name):
+        raise Refused(400, "The name of the file is to be of letters, digits, spaces, '.', '-' and '_', 100 at most.")
+    model = (registry().models(workflow) or {}).get(role)
+    if model is None:
+        raise Refused(404, f"No '{role}' of workflow '{workflow}' is in memory; queue the workflow first.")
+    if not (graphs := model.graphs()):
+        raise Refused(404, f"'{role}' has no compiled graphs yet; queue the workflow first.")
+    try:
+        return graph_files.write(graphs, name)
+    except GraphFileError as reason:
+        raise Refused(500, str(reason)) from None
+
+
+def _drop(fields: Mapping[str, Any]) -> str:
+    from ..compiler.hosts.comfy import registry
+
+    workflow, home = _text(fields, "workflow"), registry()
+    if home.models(workflow) is None:
+        raise Refused(404, f"There is no workflow '{workflow}' in the registry; it was dropped, or has not run yet.")
+    keys = home.keep(workflow)  # which can take seconds, so not while the queue is held
+    with _no_prompt_running():
+        count = home.drop(workflow, keys)
+    return f"{count} graphs dropped from memory; they come from disk when the workflow runs again."
+
+
+@contextmanager
+def _no_prompt_running() -> Iterator[None]:
+    """Keep ComfyUI from beginning a prompt. Raises Refused while one runs.
+
+    A model that runs may have recorded its steps, and a recording needs what its graphs have loaded.
+    """
+    queue = messages.prompt_queue()
+    if not hasattr(queue, "mutex") or not hasattr(queue, "currently_running"):
+        raise Refused(409, "This ComfyUI does not tell whether a prompt is running; restart it to free its memory.")
+    with queue.mutex:
+        if queue.currently_running:
+            raise Refused(409, "A prompt is running; drop the graphs when it has ended.")
+        yield

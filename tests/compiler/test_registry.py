@@ -11,10 +11,11 @@ import torch
 from compiled_graphs.compiler import registry as registry_module
 from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.graph_file import StoredGraph
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
-from networks import ConvolutionNetwork, compile_network, install, said, sizes, transformer, variants_of
+from networks import ConvolutionNetwork, call, compile_network, install, said, sizes, transformer, variants_of
 
 
 class SlowBackend(EagerBackend):
@@ -181,3 +182,148 @@ def test_workflows_are_bounded(registry, monkeypatch):
     for workflow in ("one", "two", "one", "three"):
         registry.assign(workflow, "node", compiled)
     assert list(registry.report()["workflows"]) == ["one", "three"]
+
+
+def used(registry, network, name="workflow"):
+    """A network that has run compiled, in a role of a workflow."""
+    compiled = compile_network(network, registry)
+    network(*network.inputs(sizes()))
+    registry.assign(name, "node", compiled)
+    return compiled
+
+
+def row(registry):
+    (found,) = registry.report()["workflows"]["workflow"]["roles"]["node"]["graphs"]
+    return found
+
+
+def test_a_report_has_a_row_for_each_graph(tmp_path):
+    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    compiled = used(registry, network)
+    found = row(registry)
+    expected = {"region": "TransformerBlock", "blocks": 2, "state": "compiled", "source": "compiled", "reason": ""}
+    assert {name: found[name] for name in expected} == expected
+    assert found["seconds"] > 0
+    assert found["bytes"] > 1000
+    assert found["timing"]["eager"] > 0
+    role = registry.report()["workflows"]["workflow"]["roles"]["node"]
+    assert role["speed_up"] == pytest.approx(found["timing"]["eager"] / found["timing"]["graph"])
+    assert json.loads(json.dumps(registry.report())) == registry.report()
+    assert [graph.key for graph in compiled.graphs()] == [found["key"]]
+
+
+def test_a_report_says_where_a_graph_came_from(tmp_path):
+    for source in ("compiled", "disk"):
+        registry, network = Registry(FolderStore(tmp_path)), transformer()
+        compiled = used(registry, network)
+        assert row(registry)["source"] == source
+    loaded, network = Registry(), transformer()
+    reader = install(network, loaded)
+    assert reader.load([StoredGraph.of(graph) for graph in compiled.graphs()]) == []
+    loaded.assign("workflow", "node", reader)
+    assert row(loaded)["source"] == "file"
+    assert row(loaded)["bytes"] == len(StoredGraph.of(compiled.graphs()[0]).executable)
+
+
+def test_a_report_has_rows_for_what_is_not_compiled(registry):
+    network = transformer()
+    compiled = install(network, registry)
+    registry.assign("workflow", "node", compiled)
+    assert row(registry) == {"region": "TransformerBlock", "blocks": 2, "state": "waiting", "reason": ""}
+    network(*network.inputs(sizes()))
+    assert (row(registry)["state"], row(registry)["reason"]) == ("eager", "a kind of call that was not foreseen")
+
+
+def test_a_report_has_the_size_of_what_is_in_memory_and_on_disk(tmp_path):
+    registry = Registry(FolderStore(tmp_path, limit=10**6))
+    obtain(registry, transformer())
+    report = registry.report()
+    (file,) = tmp_path.glob("*.safetensors")
+    assert report["disk"] == {"graphs": 1, "bytes": file.stat().st_size, "limit": 10**6}
+    assert report["memory"]["graphs"] == 1
+    assert report["memory"]["bytes"] > 1000
+
+
+def test_a_store_that_is_far_away_or_broken_is_not_listed_for_a_report(tmp_path):
+    far = FolderStore(tmp_path)
+    far.is_near = False
+    (tmp_path / "file").touch()
+    for store in (None, far, FolderStore(tmp_path / "file")):
+        assert Registry(store).report()["disk"] is None
+
+
+def test_changes_are_told(tmp_path):
+    registry, told = Registry(FolderStore(tmp_path)), []
+    registry.on_change = lambda: told.append(True)
+    network = transformer()
+    compiled = compile_network(network, registry)
+    assert len(told) == 1, "a graph came"
+    for _ in range(3):
+        registry.assign("workflow", "node", compiled)
+    assert len(told) == 2, "a role came, and is played again and again"
+    registry.drop("workflow", set())
+    assert len(told) == 3
+
+
+def test_dropped_graphs_leave_memory_and_come_back_from_the_store(tmp_path):
+    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    compiled = compile_network(network, registry, current_call=lambda: call)
+    registry.assign("workflow", "node", compiled)
+    x = network.inputs(sizes())
+    expected = network(*x)
+    gone = weakref.ref(compiled.graphs()[0])
+    assert registry.drop("workflow", registry.keep("workflow")) == 1
+    gc.collect()
+    assert gone() is None
+    assert registry.report()["workflows"] == {}
+    assert (registry.report()["memory"]["graphs"], compiled.graphs()) == (0, [])
+    with compiled.counters.expect(compiles=0, from_disk=1, verifications=1):
+        torch.testing.assert_close(network(*x), expected)
+    assert compiled.counters.eager_calls.total() == 0
+
+
+def test_graphs_that_came_from_a_file_are_stored_before_they_are_dropped(tmp_path):
+    compiled = used(Registry(), transformer())
+    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    reader = install(network, registry, current_call=lambda: call)
+    reader.load([StoredGraph.of(graph) for graph in compiled.graphs()])
+    registry.assign("workflow", "node", reader)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert registry.drop("workflow", registry.keep("workflow")) == 1
+    network(*network.inputs(sizes()))
+    assert (reader.counters.compiles, reader.counters.from_disk) == (0, 1)
+
+
+def test_graphs_that_nothing_holds_stay_in_memory(tmp_path):
+    (tmp_path / "file").touch()
+    for store in (None, FolderStore(tmp_path / "file")):
+        registry = Registry(store)
+        compiled = used(registry, transformer())
+        assert registry.drop("workflow", registry.keep("workflow")) == 0
+        assert len(compiled.graphs()) == registry.report()["memory"]["graphs"] == 1
+
+
+def test_graphs_that_another_workflows_model_uses_stay_in_memory(tmp_path):
+    registry = Registry(FolderStore(tmp_path))
+    one, other = used(registry, transformer(), "one"), used(registry, transformer(), "other")
+    assert registry.drop("one", registry.keep("one")) == 0
+    assert (one.graphs(), len(other.graphs())) == ([], 1)
+    assert registry.report()["memory"]["graphs"] == 1
+
+
+def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
+    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    compiled = used(registry, network)
+    (entry,) = [entry for kind in compiled.kinds() for entry in kind.graphs]
+    entry.retired = "the graph of TransformerBlock failed its check"
+    assert registry.drop("workflow", registry.keep("workflow")) == 0
+    assert obtain(registry, transformer()) == (entry, "memory")
+    network(*network.inputs(sizes()))
+    assert list(compiled.counters.eager_calls) == [entry.retired]
+
+
+def test_models_of_an_unknown_workflow_are_none(registry):
+    compiled = used(registry, transformer())
+    assert registry.models("nowhere") is None
+    assert registry.models("workflow") == {"node": compiled}
+    assert registry.keep("nowhere") == set()

@@ -1,0 +1,160 @@
+"""What is gained: a region by its graph against eager, and what whole calls of a network take.
+
+A region is timed once per graph and process, right after the check against eager, when both ways have run and
+what they do the first time is done. Calls of a network are timed as they come, at next to no cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from .counters import Counters
+
+RUNS = 3
+ENOUGH = 0.05
+"""Seconds after which a region is not run again: what takes longer needs no second figure."""
+MAX_KEPT = 20
+"""Calls of a size that its figure is taken from: the latest."""
+MAX_SIZES = 4
+"""Sizes that have a figure: those called last."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that one call of a region takes, the fastest of a few. Both ways had the same inputs."""
+
+    eager: float
+    graph: float
+
+
+def compare(graph: Callable[[], Any], eager: Callable[[], Any], device: torch.device) -> Timing | None:
+    """Time a graph and the eager region that have both run before, or return None where that cannot be done.
+
+    The clock is the host's and the device is waited for. So each figure has in it what Python takes to issue the
+    work, as far as the device does not take longer.
+    """
+    wait = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else _nothing
+    try:
+        return Timing(_fastest(eager, wait), _fastest(graph, wait))
+    except Exception:  # memory that is short, a device that cannot be waited for: a figure is not worth a picture
+        return None
+
+
+def speed_up(timed: Iterable[tuple[int, Timing]]) -> float | None:
+    """Return eager time over graph time of regions, each counted this many times; None for no regions."""
+    timed = list(timed)
+    graphs = sum(count * timing.graph for count, timing in timed)
+    return sum(count * timing.eager for count, timing in timed) / graphs if graphs else None
+
+
+def _fastest(call: Callable[[], Any], wait: Callable[[], None]) -> float:
+    taken: list[float] = []
+    while len(taken) < RUNS and sum(taken) < ENOUGH:
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """What the latest calls of a network took, at one size."""
+
+    method: str
+    shape: tuple[int, ...]
+    """Of the first tensor in the call."""
+    seconds: float
+    """The median."""
+    calls: int
+
+
+@dataclass
+class _Size:
+    seconds: deque[float] = field(default_factory=partial(deque, maxlen=MAX_KEPT))
+    on_gpu: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=partial(deque, maxlen=MAX_KEPT))
+    """Events at both ends of calls that the GPU may not have come to yet."""
+
+    def settle(self) -> None:
+        """Read what the GPU has done. Only on a thread that runs models: asking can spoil another one's recording."""
+        while self.on_gpu and self.on_gpu[0][1].query():
+            start, end = self.on_gpu.popleft()
+            self.seconds.append(start.elapsed_time(end) / 1000)
+
+
+class Pace:
+    """Times the calls of a network, but for those in which something is compiled, loaded, checked or recorded.
+
+    On a GPU the time is the GPU's own, between two events: the host runs ahead of it, and nobody waits here.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._sizes: OrderedDict[tuple[str, tuple[int, ...]], _Size] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def timed(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Time the call inside of the block."""
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        mark = None if first is None else _mark(first.device)
+        if mark is None:
+            yield
+            return
+        disturbances = self._disturbances()
+        yield
+        end = _mark(first.device)
+        if end is None or self._disturbances() != disturbances:
+            return
+        with self._lock:
+            size = self._size(method, tuple(first.shape))
+            if isinstance(mark, float):
+                size.seconds.append(end - mark)
+            else:
+                size.on_gpu.append((mark, end))
+                size.settle()
+
+    def figures(self) -> list[CallTime]:
+        """Return the figures of each size, the one called last at the end."""
+        with self._lock:
+            return [
+                CallTime(method, shape, statistics.median(size.seconds), len(size.seconds))
+                for (method, shape), size in self._sizes.items()
+                if size.seconds
+            ]
+
+    def _size(self, method: str, shape: tuple[int, ...]) -> _Size:
+        size = self._sizes.setdefault((method, shape), _Size())
+        self._sizes.move_to_end((method, shape))
+        while len(self._sizes) > MAX_SIZES:
+            self._sizes.popitem(last=False)
+        return size
+
+    def _disturbances(self) -> tuple[float, ...]:
+        counts = self._counters
+        return counts.seconds, counts.verifications, counts.retired, counts.recordings
+
+
+def _mark(device: torch.device) -> float | torch.cuda.Event | None:
+    """Return the moment that a device has come to, or None if there is no telling."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

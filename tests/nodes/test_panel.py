@@ -1,0 +1,240 @@
+"""The registry panel in ComfyUI's own frontend: opened, read, clicked, and up to date by itself."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+import comfy_browser
+import pytest
+
+SEEDS = itertools.count(1)
+"""ComfyUI does not run again what it ran before."""
+TIMES = "\N{MULTIPLICATION SIGN}"
+LIMIT = 60_000
+"""Milliseconds in which a prompt has ended, on a busy machine."""
+
+pytestmark = pytest.mark.skipif(bool(comfy_browser.missing()), reason=comfy_browser.missing() or "-")
+
+
+@pytest.fixture(scope="module")
+def server(make_home, start_server):
+    with start_server(make_home("tiny_sd15")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_page(server):
+    with comfy_browser.browse(server.address) as page:
+        if page is None:
+            pytest.skip("this ComfyUI's frontend has no sidebar")
+        page.errors = []
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        yield page
+
+
+@pytest.fixture
+def page(server, shared_page):
+    """The frontend with the panel open, and nothing in the registry."""
+    for name in server.get("/compiled_graphs/registry")["workflows"]:
+        shared_page.evaluate(
+            "workflow => fetch('/compiled_graphs/drop', {method: 'POST', body: JSON.stringify({workflow}), "
+            "headers: {'Content-Type': 'application/json'}})",
+            name,
+        )
+    shared_page.unroute("**/compiled_graphs/**")
+    shared_page.evaluate("app.extensionManager.sidebarTab.activeSidebarTabId = null")
+    shared_page.click(".compiled-graphs-tab-button")
+    return shared_page
+
+
+@pytest.fixture
+def panel(page):
+    return page.locator(".compiled-graphs-panel")
+
+
+@pytest.fixture
+def run(server, page, workflow):
+    """Load the tiny workflow in the frontend; queue it there, and wait for its end, whenever this is called."""
+    page.evaluate("async prompt => { await app.loadApiJson(prompt, 'my workflow') }", workflow())
+
+    def run():
+        page.evaluate(
+            "seed => { app.graph.getNodeById(6).widgets.find(w => w.name === 'seed').value = seed }", next(SEEDS)
+        )
+        ended = len(server.get("/history"))
+        page.evaluate("app.queuePrompt(0)")
+        deadline = time.monotonic() + LIMIT / 1000
+        while len(server.get("/history")) == ended:
+            assert time.monotonic() < deadline, "the prompt did not end"
+            page.wait_for_timeout(50)
+
+    return run
+
+
+def see(locator, text):
+    from playwright.sync_api import expect
+
+    expect(locator).to_contain_text(text, timeout=LIMIT)
+
+
+def fact(panel, name):
+    return panel.locator(f"dt:text-is('{name}') + dd").inner_text()
+
+
+def role(server):
+    (workflow,) = server.get("/compiled_graphs/registry")["workflows"].values()
+    return workflow["roles"]["2:base UNet"]
+
+
+def test_it_says_what_to_do_and_then_what_was_done(server, page, panel, run):
+    see(panel, "Nothing is compiled yet. Put Compile Model between a loader and a sampler")
+    run()
+    see(panel, "3 of 3 kinds compiled")
+    see(panel, "Network call")  # known once the first prompt has made undisturbed calls
+    found = role(server)
+    assert "my workflow" in panel.locator(".cg-name").inner_text()
+    assert panel.locator(".cg-kind").inner_text() == "base UNet node 2"
+    assert panel.locator(".cg-gain").inner_text() == f"{found['speed_up']:.2f}{TIMES}"
+    assert fact(panel, "Block calls") == str(found["calls"])
+    assert TIMES.join(["2", "4", "16", "16"]) in fact(panel, "Network call")
+
+    panel.get_by_text("3 graphs", exact=True).click()
+    rows = panel.locator(".cg-graph").all_inner_texts()
+    assert len(rows) == len(found["graphs"]) == 3
+    for text, graph in zip(rows, found["graphs"], strict=True):
+        assert graph["region"] in text
+        assert f"{graph['timing']['eager'] / graph['timing']['graph']:.2f}{TIMES}" in text
+        assert re.search(r"[\d.]+\sm?s eager, [\d.]+\sm?s compiled", text)
+    assert page.errors == []
+
+
+def test_it_follows_what_happens_without_asking_again_and_again(server, page, panel, run):
+    shown = panel.locator("dt:text-is('Block calls') + dd")
+    run()
+    before = role(server)["calls"]
+    see(shown, str(before))
+    panel.get_by_text("What the figures mean").click()
+    run()
+    assert role(server)["calls"] > before
+    see(shown, str(role(server)["calls"]))
+    assert panel.get_by_text("the median of the last 20 calls").is_visible(), "what was opened stays open"
+
+    page.wait_for_timeout(1000)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if "compiled_graphs" in request.url else None)
+    page.wait_for_timeout(2000)
+    assert asked == []
+
+
+def test_a_closed_panel_reads_nothing(page, panel, run):
+    run()
+    see(panel, "Network call")
+    page.click(".compiled-graphs-tab-button")
+    page.wait_for_timeout(500)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if "graphs/registry" in request.url else None)
+    run()
+    page.wait_for_timeout(1500)
+    assert asked == []
+    page.click(".compiled-graphs-tab-button")
+    see(panel, "3 of 3 kinds compiled")
+
+
+def test_save_writes_a_file(server, page, panel, run):
+    run()
+    see(panel, "Network call")
+    panel.get_by_role("button", name="Write these graphs").click()
+    see(panel.get_by_role("status"), "3 graphs saved to my_workflow_base_UNet_00001_.graph.safetensors")
+    assert (server.home / "models/compiled_graphs/my_workflow_base_UNet_00001_.graph.safetensors").is_file()
+
+
+def test_drop_empties_memory_and_the_next_prompt_loads_from_disk(server, page, panel, run):
+    run()
+    see(panel, "Network call")
+    panel.get_by_role("button", name="Take the graphs of this workflow out of memory").click()
+    see(panel.get_by_role("status"), "3 graphs dropped from memory")
+    see(panel, "Nothing is compiled yet")
+    assert server.get("/compiled_graphs/registry")["memory"]["graphs"] == 0
+    compiles = server.get("/compiled_graphs/registry")["totals"]["compiles"]
+    run()
+    see(panel, "3 of 3 kinds compiled")
+    assert server.get("/compiled_graphs/registry")["totals"]["compiles"] == compiles
+    assert {graph["source"] for graph in role(server)["graphs"]} == {"disk"}
+
+
+def test_what_the_server_refuses_is_shown(page, panel, run):
+    run()
+    see(panel, "Network call")
+    answer = {"status": 409, "json": {"error": "A prompt is running; drop the graphs when it has ended."}}
+    page.route("**/compiled_graphs/drop", lambda route: route.fulfill(**answer))
+    panel.get_by_role("button", name="Take the graphs").click()
+    see(panel.get_by_role("status"), answer["json"]["error"])
+    assert "cg-bad" in panel.get_by_role("status").get_attribute("class")
+
+
+def test_help_opens_where_the_frontend_shows_help(page, panel, run):
+    run()
+    see(panel, "Network call")
+    panel.get_by_role("button", name="Open the help of the node that made this").click()
+    see(page.locator(".node-help-content"), "Compile Model")
+
+
+def test_help_is_shown_as_text_where_the_frontend_shows_none(page, panel):
+    page.evaluate(
+        "window.kept = app.extensionManager._p._s.get('nodeHelp'); app.extensionManager._p._s.delete('nodeHelp')"
+    )
+    try:
+        page.route("**/docs/CG_CompileModel/en.md", lambda route: route.fulfill(status=404))
+        page.route("**/docs/CG_CompileModel.md", lambda route: route.fulfill(body="# Help <b>of</b> the node"))
+        panel.get_by_role("button", name="Open the help of Compile Model").click()
+        see(panel, "# Help <b>of</b> the node")
+        panel.get_by_role("button", name="Back to the registry").click()
+        see(panel, "What the figures mean")
+    finally:
+        page.evaluate("app.extensionManager._p._s.set('nodeHelp', window.kept)")
+        page.unroute("**/docs/**")
+
+
+MARKUP = "<img src=x onerror='window.broken = true'>"
+HOSTILE_ROLE = {
+    **{"regions": 2, "compiled": 1, "variants": 1, "eager": 1, "speed_up": 1.5, "calls": 3, "seconds": 1.0},
+    **{"compiles": 1, "from_disk": 0, "from_file": 0, "from_memory": 0, "replays": 0, "recordings": 0},
+    **{"reasons": {MARKUP: 2}, "paces": [{"method": "forward", "shape": [1, 2], "seconds": 0.1, "calls": 2}]},
+    "graphs": [{"region": MARKUP, "blocks": 2, "state": "eager", "reason": MARKUP}],
+}
+HOSTILE = {
+    "workflows": {MARKUP: {"roles": {f"{MARKUP}:{MARKUP}": HOSTILE_ROLE}}},
+    "totals": HOSTILE_ROLE,
+    "memory": {"graphs": 1, "bytes": 1},
+    "disk": None,
+    "explained": {MARKUP: MARKUP},
+}
+
+
+def test_names_and_reasons_are_text_and_the_doctors_facts_are_listed(page, panel):
+    facts = [
+        {"name": "torch", "text": "2.8.0", "ok": True, "remedy": ""},
+        {"name": "Triton", "text": MARKUP, "ok": False, "remedy": "pip install triton"},
+    ]
+    page.route("**/compiled_graphs/registry", lambda route: route.fulfill(json=HOSTILE))
+    page.route("**/compiled_graphs/doctor", lambda route: route.fulfill(json=facts))
+    page.click(".compiled-graphs-tab-button")
+    page.click(".compiled-graphs-tab-button")
+    see(panel, "1 thing to look at")
+    panel.get_by_text("This machine").click()
+    see(panel, "pip install triton")
+    panel.get_by_text("1 graph", exact=True).click()
+    assert panel.get_by_text(MARKUP).count() >= 3
+    assert panel.locator("img").count() == 0
+    assert page.evaluate("window.broken") is None
+
+
+def test_without_a_doctor_there_is_no_such_section(page, panel):
+    page.route("**/compiled_graphs/doctor", lambda route: route.fulfill(status=404))
+    page.click(".compiled-graphs-tab-button")
+    page.click(".compiled-graphs-tab-button")
+    see(panel, "What the figures mean")
+    page.wait_for_timeout(300)
+    assert "This machine" not in panel.inner_text()

@@ -1,0 +1,173 @@
+"""The registry over HTTP and the websocket: what the panel reads, and what its buttons do."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+ID = "0d1f7a52-5a0e-4a51-9b1e-c0a11ed67a9b"
+ROLE = "2:base UNet"
+SEEDS = itertools.count(1)
+"""ComfyUI does not run again what it ran before."""
+
+
+@pytest.fixture(scope="module")
+def shared_server(make_home, start_server):
+    with start_server(make_home("tiny_sd15")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server):
+    """A server that has no graphs in memory."""
+    for name in report(shared_server)["workflows"]:
+        assert post(shared_server, "drop", {"workflow": name})[0] == 200
+    assert report(shared_server)["memory"]["graphs"] == 0
+    return shared_server
+
+
+def post(server, action, body, content_type="application/json"):
+    """Return the status and the sentence of an answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": content_type}
+    request = urllib.request.Request(f"{server.address}/compiled_graphs/{action}", data, headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)["text"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+def report(server):
+    return server.get("/compiled_graphs/registry")
+
+
+def saved(server):
+    return sorted(server.home.rglob("*_.graph.safetensors"))
+
+
+def graphs(server):
+    return report(server)["workflows"][ID]["roles"][ROLE]["graphs"]
+
+
+NAMED = {"workflow": ID, "role": ROLE, "name": "graphs"}
+REFUSED = {
+    "no JSON": ("drop", b"{", 400, "JSON object"),
+    "nested too deep": ("drop", b"[" * 100_000, 400, "JSON object"),
+    "a list": ("save", [], 400, "JSON object"),
+    "no workflow": ("drop", {}, 400, "lacks 'workflow'"),
+    "a number for a workflow": ("drop", {"workflow": 3}, 400, "lacks 'workflow'"),
+    "an unknown workflow": ("drop", {"workflow": "nowhere"}, 404, "no workflow 'nowhere'"),
+    "no role": ("save", {"workflow": ID}, 400, "lacks 'role'"),
+    "an unknown role": ("save", NAMED | {"role": "9:VAE"}, 404, "No '9:VAE'"),
+    "a role of an unknown workflow": ("save", NAMED | {"workflow": "nowhere"}, 404, "queue the workflow first"),
+    "no name": ("save", NAMED | {"name": ""}, 400, "lacks 'name'"),
+    **{
+        f"the name {name}": ("save", NAMED | {"name": name}, 400, "letters, digits")
+        for name in ("../escape", "/tmp/graphs", "a\\b", "C:graphs", ".hidden", "%date%", "a\n", "x" * 101)
+    },
+}
+
+
+def test_what_makes_no_sense_is_refused_in_one_sentence(server, workflow):
+    server.run(workflow(seed=next(SEEDS)), {"id": ID})
+    files = saved(server)
+    for name, (action, body, status, words) in REFUSED.items():
+        found, sentence = post(server, action, body)
+        assert (found, words in sentence, sentence.endswith(".")) == (status, True, True), (name, found, sentence)
+    assert post(server, "drop", {"workflow": ID}, "text/plain")[0] == 400, "another site's page can post that"
+    assert len(graphs(server)) == 3
+    assert saved(server) == files
+
+
+def test_graphs_are_saved_dropped_and_loaded_again(server, workflow):
+    server.run(workflow(seed=next(SEEDS)), {"id": ID})
+    assert {row["state"] for row in graphs(server)} == {"compiled"}
+    assert all(row["timing"]["eager"] > 0 for row in graphs(server))
+
+    status, text = post(server, "save", NAMED | {"name": "my unet"})
+    assert (status, text.startswith("3 graphs saved to my unet_00001_.graph.safetensors")) == (200, True)
+    assert post(server, "save", NAMED | {"name": "my unet"}) == (
+        200,
+        "3 graphs are in my unet_00001_.graph.safetensors already",
+    )
+
+    status, text = post(server, "drop", {"workflow": ID})
+    assert (status, text.startswith("3 graphs dropped from memory")) == (200, True)
+    dropped = report(server)
+    assert (dropped["workflows"], dropped["memory"]["graphs"], dropped["disk"]["graphs"]) == ({}, 0, 3)
+    assert post(server, "drop", {"workflow": ID})[0] == 404
+
+    before = dropped["totals"]
+    server.run(workflow(seed=next(SEEDS)), {"id": ID})
+    after = report(server)["totals"]
+    assert {name: after[name] - before[name] for name in ("compiles", "from_disk")} == {"compiles": 0, "from_disk": 3}
+    assert after["reasons"] == before["reasons"]
+    assert {row["source"] for row in graphs(server)} == {"disk"}
+
+
+def test_nothing_is_dropped_while_a_prompt_runs_and_saving_does_not_disturb_it(server, workflow, pixels):
+    server.run(workflow(seed=next(SEEDS)), {"id": ID})
+    options = {"seed": next(SEEDS), "steps": 6}
+    expected = pixels(server, server.run(workflow(compiled=False, **options)))[0]
+    running = server.queue(workflow(**options), {"id": ID})
+    calls = report(server)["totals"]["calls"]
+    while report(server)["totals"]["calls"] == calls:
+        time.sleep(0.01)
+    assert post(server, "drop", {"workflow": ID}) == (409, "A prompt is running; drop the graphs when it has ended.")
+    assert post(server, "save", NAMED)[0] == 200
+    assert report(server)["totals"]["calls"] < calls + 6 * 15, "the prompt had ended, so this shows nothing"
+    ours = pixels(server, server.wait(running)["outputs"])[0]
+    assert abs(ours - expected).max() <= 1
+    assert len(graphs(server)) == 3
+
+
+def test_reasons_are_explained(server, workflow):
+    prompt = workflow(seed=next(SEEDS), steps=1)
+    prompt["9"] = {
+        "class_type": "HyperTile",
+        "inputs": {"model": ["2", 0], "tile_size": 32, "swap_size": 2, "max_depth": 0, "scale_depth": False},
+    }
+    prompt["6"]["inputs"]["model"] = ["9", 0]
+    server.run(prompt, {"id": ID})
+    found = report(server)
+    assert "patch attn1_patch" in found["workflows"][ID]["roles"][ROLE]["reasons"]
+    assert "HyperTile" in found["explained"]["patch attn1_patch"]
+
+
+async def _listen(server, seconds, begin):
+    """Return when the registry's events came, until nothing has come for so long."""
+    import aiohttp
+
+    moments = []
+    async with aiohttp.ClientSession() as session, session.ws_connect(server.address + "/ws") as socket:
+        await asyncio.to_thread(begin)
+        while True:
+            try:
+                message = await asyncio.wait_for(socket.receive(), seconds)
+            except asyncio.TimeoutError:
+                return moments
+            text = message.data if message.type == aiohttp.WSMsgType.TEXT else "{}"
+            if json.loads(text).get("type") == "compiled_graphs.registry":
+                moments.append(time.monotonic())
+
+
+def test_changes_are_announced_and_not_more_often_than_anybody_reads(server, workflow):
+    server.run(workflow(seed=next(SEEDS), steps=1), {"id": ID})
+    report(server)  # from now on
+    changed = workflow(seed=next(SEEDS), steps=1)
+    changed["2"]["inputs"]["verify"] = False
+    moments = asyncio.run(_listen(server, 3, lambda: server.run(changed, {"id": "another"})))
+    assert moments
+    assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(moments))
+    assert "another" in report(server)["workflows"]
+
+    dropped = asyncio.run(_listen(server, 2, lambda: post(server, "drop", {"workflow": "another"})))
+    assert len(dropped) == 1
+    assert asyncio.run(_listen(server, 1, lambda: report(server))) == [], "reading is no change"
