@@ -1,7 +1,7 @@
 """Text to image at several sizes, from graphs that the first run saves and the next one loads.
 
-python examples/text_to_image.py sdxl        # compiles, saves to ./graphs
-python examples/text_to_image.py sdxl        # loads
+python diffusers_examples/text_to_image.py sdxl        # compiles, saves to ./graphs
+python diffusers_examples/text_to_image.py sdxl        # loads
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy
 from comfy_server import EXTENSION, ComfyServer
 from PIL import Image
 
-WORKFLOW = EXTENSION / "workflows" / "text_to_image.api.json"
+WORKFLOW = EXTENSION / "workflows" / "api" / "text_to_image.json"
 MODEL = "tiny_sd15"
 SHAPES = [(256, 256, 1), (320, 192, 1), (192, 384, 1), (256, 256, 2), (192, 384, 2)]
 """Width and height in pixels, batch."""

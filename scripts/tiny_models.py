@@ -37,7 +37,7 @@ def main() -> None:
 
     comfy.cli_args.args.cpu = True
     for name in options.names or MODELS:
-        path = options.out / "checkpoints" / f"{name}.ckpt"
+        path = options.out / FOLDERS.get(name, "checkpoints") / f"{name}.ckpt"
         if not path.exists():
             with torch.no_grad():
                 shapes = MODELS[name]()
@@ -79,21 +79,28 @@ def _shapes(module: Any, prefix: str) -> Shapes:
     return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _network(cls: type, **config: Any) -> Shapes:
+def _network(cls: type, prefix: str = "model.diffusion_model.", **config: Any) -> Shapes:
     import comfy.ops
     import torch
 
     operations = comfy.ops.disable_weight_init
-    network = cls(**config, dtype=torch.float16, device="meta", operations=operations)
-    return _shapes(network, "model.diffusion_model.")
+    return _shapes(cls(**config, dtype=torch.float16, device="meta", operations=operations), prefix)
+
+
+UNET = {
+    "image_size": 32,
+    "in_channels": 4,
+    "model_channels": 320,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "use_checkpoint": False,
+}
 
 
 def _unet(**config: Any) -> Shapes:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    common = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320}
-    common |= {"use_spatial_transformer": True, "legacy": False, "use_checkpoint": False}
-    return _network(UNetModel, **common | config)
+    return _network(UNetModel, **UNET | {"out_channels": 4} | config)
 
 
 def _tiny_vae(latent_channels: int) -> Shapes:
@@ -103,6 +110,22 @@ def _tiny_vae(latent_channels: int) -> Shapes:
     with torch.device("meta"):
         vae = TAESD() if latent_channels == 4 else TAESD(latent_channels=latent_channels)
     return _shapes(vae, "first_stage_model.")
+
+
+def _kl_vae(prefix: str) -> Shapes:
+    """The autoencoder of SD3 and Flux, at full width: ComfyUI takes the width for granted."""
+    import torch
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    config = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128}
+    config |= {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
+    with torch.device("meta"):
+        vae = AutoencodingEngine(
+            encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
+            decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": config},
+            regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        )
+    return _shapes(vae, prefix)
 
 
 def _clip_l() -> Shapes:
@@ -118,21 +141,40 @@ def _clip_l() -> Shapes:
     }
 
 
+SD15 = {
+    "context_dim": 768,
+    "num_heads": 8,
+    "num_head_channels": -1,
+    "use_linear_in_transformer": False,
+    "channel_mult": [1, 1],
+    "num_res_blocks": [1, 1],
+    "transformer_depth": [1, 1],
+    "transformer_depth_middle": 1,
+}
+
+
 def sd15(**changes: Any) -> Shapes:
     """Stable Diffusion 1.5 with two levels of one block, its whole text encoder, and TAESD."""
-    unet = _unet(
-        context_dim=768,
-        num_heads=8,
-        num_head_channels=-1,
-        use_linear_in_transformer=False,
-        channel_mult=[1, 1],
-        num_res_blocks=[1, 1],
-        transformer_depth=[1, 1],
-        transformer_depth_output=[1, 1, 1, 1],
-        transformer_depth_middle=1,
-        **changes,
-    )
+    unet = _unet(**SD15, transformer_depth_output=[1, 1, 1, 1], **changes)
     return unet | _tiny_vae(4) | _clip_l()
+
+
+def sd15_control_net() -> Shapes:
+    """A ControlNet of that UNet."""
+    from comfy.cldm.cldm import ControlNet
+
+    return _network(ControlNet, prefix="", **UNET | SD15, hint_channels=3)
+
+
+def sd15_lora() -> Shapes:
+    """A LoRA of rank 4 on each attention's queries in that UNet."""
+    prefix, shapes = "model.diffusion_model.", {}
+    for name, shape in sd15().items():
+        if name.startswith(prefix) and name.endswith(".to_q.weight"):
+            layer = name.removeprefix(prefix).removesuffix(".weight").replace(".", "_")
+            shapes[f"lora_unet_{layer}.lora_up.weight"] = (shape[0], 4)
+            shapes[f"lora_unet_{layer}.lora_down.weight"] = (4, shape[1])
+    return shapes
 
 
 def sd15_inpaint() -> Shapes:
@@ -253,7 +295,23 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "tiny_sdxl_refiner": sdxl_refiner,
     "tiny_sd3": sd3,
     "tiny_flux": flux,
+    "tiny_canny": sd15_control_net,
+    "tiny_lora": sd15_lora,
+    "tiny_lora_other": sd15_lora,
+    "tiny_sd3_with_vae": lambda: sd3() | _kl_vae("first_stage_model."),
+    "tiny_svd_with_vae": lambda: svd() | _tiny_vae(4),
+    "tiny_flux_unet": flux,
+    "tiny_ae": lambda: _kl_vae(""),
 }
+
+FOLDERS = {
+    "tiny_canny": "controlnet",
+    "tiny_lora": "loras",
+    "tiny_lora_other": "loras",
+    "tiny_flux_unet": "unet",
+    "tiny_ae": "vae",
+}
+"""Where ComfyUI looks for what is no checkpoint."""
 
 if __name__ == "__main__":
     main()

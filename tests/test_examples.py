@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("accelerate", reason="the examples need diffusers, which comes with it in the test extra")
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[1] / "diffusers_examples"
 
 
 @pytest.fixture(scope="module")

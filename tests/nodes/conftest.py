@@ -59,7 +59,7 @@ def server(start_server: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
 @pytest.fixture
 def workflow() -> Callable[..., dict[str, Any]]:
     """The text-to-image workflow on the tiny model, with the reference backend."""
-    original = json.loads((ROOT / "workflows" / "text_to_image.api.json").read_text())
+    original = json.loads((ROOT / "workflows" / "api" / "text_to_image.json").read_text())
 
     def make(
         width: int = 128, height: int = 128, batch: int = 1, compiled: bool = True, **sampler: Any

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
 import pytest
+from PIL import Image, ImageSequence
 
 ROOT = Path(__file__).resolve().parents[2]
-REFINER = json.loads((ROOT / "workflows" / "sdxl_base_refiner.api.json").read_text())
+WORKFLOWS = ROOT / "workflows"
+REFINER = json.loads((WORKFLOWS / "api" / "sdxl_base_refiner.json").read_text())
 BASE_TEXT, REFINER_TEXT = 2048, 1280
 BACKEND = "eager"
 
@@ -107,3 +114,150 @@ def test_without_its_files_the_workflow_compiles_and_makes_them(refiner_home, st
             assert outputs[node]["text"][0].startswith(f"{name}_00001_.graph.safetensors is not in models/")
         assert "graphs saved to sdxl_base_00001_" in outputs["16"]["text"][0]
         assert "graphs saved to sdxl_refiner_00001_" in outputs["17"]["text"][0]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What a workflow runs on here: tiny models by the real ones' names, sizes of random text, and smaller images."""
+
+    models: dict[str, str]
+    text: dict[str, int] | None = None
+    shrink: int = 8
+
+
+SD15 = {"v1-5-pruned-emaonly.safetensors": "tiny_sd15"}
+TINY = {
+    "text_to_image": Tiny(SD15),
+    "lora_swap": Tiny(
+        SD15 | {"add_detail.safetensors": "tiny_lora", "epiNoiseoffset_v2.safetensors": "tiny_lora_other"}
+    ),
+    "controlnet": Tiny(SD15 | {"control_v11p_sd15_canny.pth": "tiny_canny"}),
+    "img2img_three_sizes": Tiny(SD15),
+    "save_and_load": Tiny(SD15),
+    "batch_queue": Tiny(SD15),
+    "sd3": Tiny({"sd3_medium_incl_clips.safetensors": "tiny_sd3_with_vae"}, {"width": 4096, "pooled_width": 2048}, 16),
+    "svd": Tiny({"svd_xt.safetensors": "tiny_svd_with_vae"}),
+    "flux": Tiny(
+        {"flux1-dev.safetensors": "tiny_flux_unet", "ae.safetensors": "tiny_ae"},
+        {"width": 4096, "pooled_width": 768},
+        16,
+    ),
+}
+PASSED_ON = {
+    "CG_CompileModel": ["model"],
+    "CG_VAESpeedup": ["vae"],
+    "CG_ControlNetSpeedup": ["control_net"],
+    "CG_LoadGraph": ["model", "vae", "control_net"],
+}
+"""Which input comes out of which output of this extension's nodes."""
+CHUNKED = "sizes outside of what the graph was traced for"
+"""Why SVD's transformer blocks run uncompiled on a CPU in the index's build, whose attention is in chunks there."""
+
+
+def read(name):
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text())
+
+
+def small(name, seed):
+    """The workflow on its tiny models: smaller images, two steps, and random conditioning if it must be."""
+    prompt = read(name)
+    for number, node in prompt.items():
+        inputs = node["inputs"]
+        changes = {"seed": seed, "steps": 2, "video_frames": 3, "backend": BACKEND}
+        changes |= {size: inputs[size] // TINY[name].shrink for size in ("width", "height") if size in inputs}
+        changes |= {key: f"{TINY[name].models[value]}.ckpt" for key, value in inputs.items() if is_model(name, value)}
+        inputs |= {key: value for key, value in changes.items() if key in inputs}
+        if node["class_type"] == "CLIPTextEncode" and TINY[name].text:
+            node |= {"class_type": "RandomConditioning", "inputs": {**TINY[name].text, "seed": int(number)}}
+        elif node["class_type"] == "SVD_img2vid_Conditioning":
+            node["class_type"] = "RandomVideoConditioning"
+            del inputs["clip_vision"]
+    return prompt
+
+
+def is_model(name, value):
+    return isinstance(value, str) and value in TINY[name].models
+
+
+def without_ours(prompt):
+    """The workflow with this extension's nodes bypassed."""
+
+    def source(value):
+        while isinstance(value, list) and (outputs := PASSED_ON.get(prompt[value[0]]["class_type"])):
+            value = prompt[value[0]]["inputs"][outputs[value[1]]]
+        return value
+
+    kept = {name: node for name, node in prompt.items() if not node["class_type"].startswith("CG_")}
+    return {
+        name: {**node, "inputs": {key: source(value) for key, value in node["inputs"].items()}}
+        for name, node in kept.items()
+    }
+
+
+def frames(server, outputs):
+    """Every image of every output, and every frame of one that moves, as [images, height, width, 3] by node."""
+
+    def read_frames(references):
+        for reference in references:
+            with Image.open(io.BytesIO(server.image(reference))) as image:
+                yield from (numpy.asarray(frame.convert("RGB"), dtype=int) for frame in ImageSequence.Iterator(image))
+
+    shown = {node: output["images"] for node, output in outputs.items() if "images" in output}
+    return {node: numpy.stack([*read_frames(references)]) for node, references in shown.items()}
+
+
+def largest_difference(ones, others):
+    assert ones.keys() == others.keys()
+    return max(abs(ones[node] - others[node]).max() for node in ones)
+
+
+def missing_nodes(server, name):
+    return sorted({node["class_type"] for node in read(name).values()} - server.nodes)
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory, start_server):
+    """One server for all of these workflows, with the tiny models of those whose nodes it has."""
+    home = tmp_path_factory.mktemp("workflows")
+    server = start_server(home)
+    shutil.copy(Path(__file__).with_name("random_conditioning.py"), home / "custom_nodes")
+    picture = numpy.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype="uint8")
+    Image.fromarray(picture).resize((128, 96)).save(home / "input" / "example.png")
+    with server:
+        server.nodes = server.get("/object_info").keys()
+        models = {model for name in TINY if not missing_nodes(server, name) for model in TINY[name].models.values()}
+        script = ROOT / "scripts" / "tiny_models.py"
+        command = [sys.executable, str(script), "--comfyui", server._comfyui, "--out", str(home / "models")]
+        subprocess.run([*command, *models], check=True, capture_output=True)
+        yield server
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_images_are_those_without_our_nodes_and_another_seed_compiles_nothing(tiny_server, name):
+    if missing := missing_nodes(tiny_server, name):
+        pytest.skip(f"this ComfyUI has no {' and no '.join(missing)}")
+    made = frames(tiny_server, tiny_server.run(small(name, seed=1)))
+    wanted = frames(tiny_server, tiny_server.run(without_ours(small(name, seed=1))))
+    assert largest_difference(made, wanted) <= 1
+    assert all(images.std() > 5 for images in wanted.values())
+    before = tiny_server.get("/compiled_graphs/registry")["totals"]
+    again = frames(tiny_server, tiny_server.run(small(name, seed=2)))
+    after = tiny_server.get("/compiled_graphs/registry")["totals"]
+    assert largest_difference(made, again) > 1
+    assert after["calls"] > before["calls"]
+    assert after["compiles"] == before["compiles"]
+    assert set(after["reasons"]) <= ({CHUNKED} if name == "svd" and not tiny_server._comfyui else set())
+
+
+def test_save_and_load_compiles_first_and_then_takes_the_file(tiny_server):
+    for path in (tiny_server.home / "models" / "compiled_graphs").glob("sd15_*"):
+        path.unlink()
+    texts = [tiny_server.run(small("save_and_load", seed))["2"]["text"][0] for seed in (3, 4)]
+    assert texts[0].startswith("sd15_00001_.graph.safetensors is not in models/compiled_graphs; compiled instead")
+    assert "3 of 3 regions from sd15_00001_, 0 compiled" in texts[1]
+    assert "VAE: 1 of 1 regions from sd15_00001_, 0 compiled" in texts[1]
+
+
+def test_every_workflow_is_queued_by_a_test():
+    assert {path.stem for path in WORKFLOWS.glob("*.json")} == {*TINY, "sdxl_base_refiner"}
+    assert {path.stem for path in (WORKFLOWS / "api").glob("*.json")} == {*TINY, "sdxl_base_refiner"}

@@ -1,4 +1,4 @@
-"""diffusers pipelines of the released classes, narrow and with random weights (examples/pipelines.py)."""
+"""diffusers pipelines of the released classes, narrow and with random weights (diffusers_examples/pipelines.py)."""
 
 from __future__ import annotations
 

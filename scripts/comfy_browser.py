@@ -1,0 +1,85 @@
+"""ComfyUI's frontend in a headless Chromium, for tests and pictures."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page, Route
+
+ARGUMENTS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+LIMIT = 60_000
+"""Milliseconds that the frontend may take to come up."""
+
+
+def missing() -> str:
+    """Return what is missing for a browser, or nothing."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed"
+    return "" if _chromium() else "there is no chromium; CHROMIUM may name one"
+
+
+@contextmanager
+def browse(address: str, settings: Mapping[str, Any] | None = None) -> Iterator[Page | None]:
+    """Open a server's frontend with these of its settings, once it is up; None if it is one of before 2025.
+
+    The settings are this page's: the server's stay as they are. Nothing but the server can be reached.
+    """
+    from playwright.sync_api import sync_playwright
+
+    chosen = {"Comfy.TutorialCompleted": True, "Comfy.Locale": "en", **(settings or {})}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=_chromium(), args=ARGUMENTS)
+        try:
+            page = browser.new_page(viewport={"width": 1500, "height": 950})
+            page.route(lambda url: not url.startswith(address), lambda route: route.abort())
+            page.route("**/api/settings", lambda route: _add(route, chosen))
+            page.goto(address)
+            page.wait_for_function("Boolean(window.app?.graph)", timeout=LIMIT)
+            if not page.evaluate("Boolean(window.app.extensionManager?.setting)"):
+                yield None
+                return
+            page.wait_for_function(
+                "'CG_CompileModel' in LiteGraph.registered_node_types && app.vueAppReady", timeout=LIMIT
+            )
+            yield page
+        finally:
+            browser.close()
+
+
+def add_node(page: Page, kind: str) -> dict[str, Any]:
+    """Put the only node of a new workflow on the canvas, select it, and return the values of its widgets."""
+    return page.evaluate(
+        """kind => {
+            app.graph.clear();
+            app.canvas.ds.reset();
+            const node = LiteGraph.createNode(kind);
+            node.pos = [600, 300];
+            app.graph.add(node);
+            app.canvas.selectNode(node);
+            app.canvas.setDirty(true, true);
+            return Object.fromEntries((node.widgets ?? []).map((widget) => [widget.name, widget.value]));
+        }""",
+        kind,
+    )
+
+
+def _add(route: Route, chosen: Mapping[str, Any]) -> None:
+    if route.request.method != "GET":
+        route.continue_()
+        return
+    answer = route.fetch()
+    route.fulfill(response=answer, json={**answer.json(), **chosen})
+
+
+def _chromium() -> str | None:
+    return os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")

@@ -1,0 +1,118 @@
+"""Take the pictures of the example workflows, NAME.jpg beside NAME.json, as ComfyUI's frontend shows them.
+
+python scripts/workflow_pictures.py --comfyui CHECKOUT [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import comfy_browser
+from comfy_server import EXTENSION, ComfyServer
+from PIL import Image
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+WORKFLOWS = EXTENSION / "workflows"
+FOLDERS = {
+    "ckpt_name": "models/checkpoints",
+    "clip_name1": "models/text_encoders",
+    "clip_name2": "models/text_encoders",
+    "control_net_name": "models/controlnet",
+    "graph": "models/compiled_graphs",
+    "lora_name": "models/loras",
+    "unet_name": "models/diffusion_models",
+    "vae_name": "models/vae",
+}
+"""Where ComfyUI looks for the file that an input names."""
+PLAIN = {
+    "Comfy.Graph.CanvasInfo": False,
+    "Comfy.Graph.CanvasMenu": False,
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Workflow.WorkflowTabsPosition": "Sidebar",
+}
+WIDTH, HEIGHT, MARGIN = 1500, 950, 24
+"""Largest size of a picture and its border, in pixels."""
+QUALITY = 80
+
+
+def main() -> int:
+    """Take the pictures; the result is the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", required=True, help="a checkout of 2025 or newer")
+    parser.add_argument("names", nargs="*", default=sorted(path.stem for path in WORKFLOWS.glob("*.json")))
+    options = parser.parse_args()
+    if reason := comfy_browser.missing():
+        sys.exit(f"error: {reason}")
+    with tempfile.TemporaryDirectory() as folder:
+        place_files(Path(folder))
+        with ComfyServer(options.comfyui, Path(folder)) as server, comfy_browser.browse(server.address, PLAIN) as page:
+            if page is None:
+                sys.exit(f"error: the frontend of {options.comfyui} is older than 2025")
+            page.evaluate("app.extensionManager.command.execute('Workspace.ToggleFocusMode')")
+            page.add_style_tag(content=".comfy-menu-hamburger { display: none !important; }")
+            for name in options.names:
+                open_workflow(page, json.loads((WORKFLOWS / f"{name}.json").read_text()))
+                take_picture(page, WORKFLOWS / f"{name}.jpg")
+    return 0
+
+
+def place_files(home: Path) -> None:
+    """Put files with the names that the workflows name where ComfyUI lists them: empty models, a grey picture."""
+    for path in (WORKFLOWS / "api").glob("*.json"):
+        inputs = [pair for node in json.loads(path.read_text()).values() for pair in node["inputs"].items()]
+        for key, name in inputs:
+            if folder := FOLDERS.get(key):
+                (home / folder).mkdir(parents=True, exist_ok=True)
+                (home / folder / name).touch()
+    (home / "input").mkdir(exist_ok=True)
+    Image.new("RGB", (768, 512), "grey").save(home / "input" / "example.png")
+
+
+def open_workflow(page: Page, workflow: dict[str, Any]) -> None:
+    """Open a workflow and wait until its nodes are drawn and what they fetch is there."""
+    page.evaluate("async workflow => { await app.loadGraphData(workflow); }", workflow)
+    settle(page)
+
+
+def settle(page: Page) -> None:
+    """Wait until the frontend has fetched what it wants and has drawn twice since."""
+    page.wait_for_load_state("networkidle")
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def take_picture(page: Page, path: Path) -> None:
+    """Write a JPEG of all nodes, as large as they are or smaller, to fit."""
+    left, top, right, bottom = page.evaluate(
+        """() => {
+            const bounds = app.graph.nodes.map((node) => node.getBounding());
+            const least = (values) => Math.min(...values), most = (values) => Math.max(...values);
+            return [
+                least(bounds.map((b) => b[0])), least(bounds.map((b) => b[1])),
+                most(bounds.map((b) => b[0] + b[2])), most(bounds.map((b) => b[1] + b[3])),
+            ];
+        }"""
+    )
+    scale = min(1.0, (WIDTH - 2 * MARGIN) / (right - left), (HEIGHT - 2 * MARGIN) / (bottom - top))
+    width, height = ((high - low) * scale + 2 * MARGIN for low, high in ((left, right), (top, bottom)))
+    page.set_viewport_size({"width": round(width), "height": round(height)})
+    page.evaluate(
+        """([scale, left, top, margin]) => {
+            app.canvas.ds.scale = scale;
+            app.canvas.ds.offset = [margin / scale - left, margin / scale - top];
+            app.canvas.setDirty(true, true);
+        }""",
+        [scale, left, top, MARGIN],
+    )
+    settle(page)
+    page.screenshot(path=path, type="jpeg", quality=QUALITY)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

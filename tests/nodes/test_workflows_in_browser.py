@@ -1,0 +1,164 @@
+"""The example workflows in ComfyUI's frontend: opened, laid out, and the same as what their API files queue."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.request
+
+import comfy_browser
+import pytest
+import workflow_pictures
+from workflow_pictures import WORKFLOWS
+
+NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+TEMPLATES = "/workflow_templates"
+EXTENSION = "compiled-graphs"
+TEXT = "14 regions, 14 compiled, 0 eager, 18.2 s"
+LARGEST_PICTURE = 150_000
+"""In bytes."""
+
+FAULTS = """() => app.graph.nodes.flatMap((node) => {
+    const stray = (node.widgets ?? []).filter((widget) => {
+        const values = widget.type === "combo" ? widget.options.values : undefined;
+        const known = typeof values === "function" ? values(widget, node) : values;
+        return known && !known.includes(widget.value);
+    });
+    return [
+        ...(node.type in LiteGraph.registered_node_types ? [] : [`there is no node ${node.type}`]),
+        ...(node.has_errors ? [`${node.type} is red`] : []),
+        ...stray.map((widget) => `${node.type} has no ${widget.name} "${widget.value}"`),
+    ];
+})"""
+QUEUE = """async (prompt) => {
+    const answer = await app.api.fetchApi("/prompt", {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify({ prompt, client_id: "another" }),
+    });
+    const { error, node_errors } = await answer.json();
+    return { error: error?.message ?? "", node_errors };
+}"""
+SHOW = """(text) => {
+    for (const node of app.graph.nodes.filter((node) => node.type.startsWith("CG_"))) {
+        app.api.dispatchCustomEvent("compiled_graphs.status", { node: String(node.id), text });
+    }
+}"""
+BOXES = "() => app.graph.nodes.map((node) => [node.title, [...node.getBounding()]])"
+PROMPT = "async () => (await app.graphToPrompt()).output"
+
+
+@pytest.fixture(scope="module")
+def listing_server(start_server, tmp_path_factory):
+    """A server that lists every file that the workflows name."""
+    if reason := comfy_browser.missing():
+        pytest.skip(reason)
+    home = tmp_path_factory.mktemp("workflows")
+    workflow_pictures.place_files(home)
+    with start_server(home) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser(listing_server):
+    with comfy_browser.browse(listing_server.address) as page:
+        if page is None:
+            pytest.skip("this ComfyUI's frontend is older than 2025")
+        yield page
+
+
+@pytest.fixture
+def errors(browser):
+    """What the page's programs complain about from here on. A file that is not there is the network's complaint."""
+    found = []
+
+    def hear(message):
+        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+            found.append(message.text)
+
+    listeners = {"pageerror": lambda error: found.append(str(error)), "console": hear}
+    for event, listener in listeners.items():
+        browser.on(event, listener)
+    yield found
+    for event, listener in listeners.items():
+        browser.remove_listener(event, listener)
+
+
+def without_titles(prompt):
+    return {number: {key: node[key] for key in ("class_type", "inputs")} for number, node in prompt.items()}
+
+
+def in_api_format(name):
+    return without_titles(json.loads((WORKFLOWS / "api" / f"{name}.json").read_text()))
+
+
+def overlaps(boxes):
+    """Return the pairs of nodes of which one covers a part of the other; a box is left, top, width, height."""
+
+    def apart(one, other, axis):
+        return one[axis] + one[axis + 2] <= other[axis] or other[axis] + other[axis + 2] <= one[axis]
+
+    pairs = itertools.combinations(boxes, 2)
+    return [(a, b) for (a, one), (b, other) in pairs if not apart(one, other, 0) and not apart(one, other, 1)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_workflow_opens_whole_and_queues_what_its_api_file_says(browser, errors, name):
+    workflow_pictures.open_workflow(browser, json.loads((WORKFLOWS / f"{name}.json").read_text()))
+    assert browser.evaluate(FAULTS) == []
+    prompt = browser.evaluate(PROMPT)
+    assert without_titles(prompt) == in_api_format(name)
+    assert browser.evaluate(QUEUE, prompt) == {"error": "", "node_errors": {}}
+    assert errors == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nodes_lie_beside_one_another_also_when_ours_show_their_text(browser, name):
+    workflow_pictures.open_workflow(browser, json.loads((WORKFLOWS / f"{name}.json").read_text()))
+    before = browser.evaluate(BOXES)
+    browser.evaluate(SHOW, TEXT)
+    workflow_pictures.settle(browser)
+    after = browser.evaluate(BOXES)
+    assert before != after, "no node shows the text"
+    assert overlaps(before) == overlaps(after) == []
+
+
+def test_a_template_opens_from_the_browser_of_templates(browser, errors):
+    browser.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    browser.get_by_text(EXTENSION, exact=True).click()
+    cards = browser.locator("[data-testid^='template-workflow-']")
+    cards.nth(len(NAMES) - 1).wait_for(state="attached")
+    assert cards.count() == len(NAMES)
+    card = browser.get_by_test_id("template-workflow-lora_swap")
+    card.scroll_into_view_if_needed()
+    browser.wait_for_function("image => image.naturalWidth > 0", arg=card.locator("img").first.element_handle())
+    card.click()
+    browser.wait_for_function("app.graph.nodes.some((node) => node.type === 'LoraLoader')")
+    assert without_titles(browser.evaluate(PROMPT)) == in_api_format("lora_swap")
+    assert errors == []
+
+
+def test_comfyui_offers_the_workflows_as_templates_each_with_a_picture(server):
+    try:
+        listed = server.get(TEMPLATES)
+    except urllib.error.HTTPError:
+        pytest.skip("this ComfyUI has no templates")
+    assert sorted(listed[EXTENSION]) == NAMES
+    for name in NAMES:
+        place = f"/api{TEMPLATES}/{EXTENSION}/{name}"
+        assert server.get(f"{place}.json") == json.loads((WORKFLOWS / f"{name}.json").read_text())
+        with urllib.request.urlopen(f"{server.address}{place}.jpg", timeout=60) as answer:
+            picture = answer.read()
+        assert picture[:2] == b"\xff\xd8"
+        assert len(picture) <= LARGEST_PICTURE
+
+
+def test_the_readme_has_each_workflows_sentence_and_picture():
+    readme = (WORKFLOWS / "README.md").read_text()
+    for name in NAMES:
+        nodes = json.loads((WORKFLOWS / f"{name}.json").read_text())["nodes"]
+        (note,) = (node["widgets_values"][0] for node in nodes if node["type"] == "Note")
+        assert note in " ".join(readme.split("\n"))
+        assert f"]({name}.json)" in readme
+        assert f"]({name}.jpg)" in readme
