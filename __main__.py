@@ -1,4 +1,4 @@
-"""The command line: `python -m compiled_graphs trust FILE`, `... store list` and `... backends`.
+"""The command line: `python -m compiled_graphs doctor`, `... trust FILE`, `... store list` and `... backends`.
 
 Where the extension is not installed as a package, run `python -m FOLDER trust FILE` in `custom_nodes`.
 """
@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compiled_graphs")
     commands = parser.add_subparsers(required=True, dest="command")
+    doctor = commands.add_parser("doctor", help="say what this machine has of what compiling needs, and the remedies")
+    doctor.set_defaults(run=_doctor)
     trust = commands.add_parser("trust", help="let this machine run the graphs of a file that another one made")
     trust.add_argument("file", type=Path)
     trust.set_defaults(run=_trust)
@@ -53,6 +55,17 @@ def _parser() -> argparse.ArgumentParser:
     backends = commands.add_parser("backends", help="say which compilers can be used here, and of others why not")
     backends.set_defaults(run=_backends)
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .compiler.doctor import examine
+    from .compiler.hosts.comfy_doctor import on_disk
+
+    facts = examine(on_disk(Path(__file__).absolute().parent))
+    for fact in facts:
+        line = f"{fact.name}: {fact.text}"
+        _say(f"ok   {line}" if fact.ok else f"bad  {line}. {fact.remedy}")
+    return 0 if all(fact.ok for fact in facts) else 1
 
 
 def _backends(options: argparse.Namespace) -> int:

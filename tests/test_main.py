@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiled_graphs import __main__ as command_line
 from compiled_graphs.__main__ import main
+from compiled_graphs.compiler import doctor
 from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.graph import GraphSpec
 from compiled_graphs.compiler.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
@@ -238,3 +239,22 @@ def test_backends_are_listed_with_what_they_are_or_why_they_cannot_be_used(monke
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3:2] == ["inductor: Install a compiler.", "oneflow: OneFlow is not there."]
     assert re.fullmatch(rf"eager: can be used on \w+ \(torch {re.escape(torch.__version__)}\)", lines[1])
+
+
+@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
+def test_the_doctor_says_one_line_for_each_fact_and_whether_all_is_well(monkeypatch, capsys, ok, status):
+    facts = [doctor.Fact("torch", "2.8.0"), doctor.Fact("store", "a\x1b[2Jb", ok, "" if ok else "Make room.")]
+    monkeypatch.setattr(doctor, "examine", lambda around: facts)
+    assert main(["doctor"]) == status
+    store = "ok   store: a?[2Jb" if ok else "bad  store: a?[2Jb. Make room."
+    assert capsys.readouterr().out.splitlines() == ["ok   torch: 2.8.0", store]
+
+
+def test_the_doctor_looks_at_this_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "trust"))
+    monkeypatch.setenv("COMPILED_GRAPHS_STORE", str(tmp_path / "file" / "store"))
+    (tmp_path / "file").touch()
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len({line.split(":")[0] for line in lines}) > len(BACKENDS)
+    assert any(line.startswith(f"bad  store: {tmp_path}") for line in lines)
