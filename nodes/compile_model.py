@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..compiler.backends import NAMES
-from . import messages, sockets
+from . import messages, settings, sockets
 
 
 class CompileModel:
@@ -53,6 +53,7 @@ class CompileModel:
         """Return the compiled clone, and the text the node shows."""
         from ..compiler.hosts.comfy import compile_model
 
+        settings.apply()
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)
         compiled, text = compile_model(
             model, replace(request, record=cuda_graphs, background=when == sockets.IN_BACKGROUND)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compiler.backends import NAMES
-from . import messages, sockets
+from . import messages, settings, sockets
 
 
 class ControlNetSpeedup:
@@ -45,6 +45,7 @@ class ControlNetSpeedup:
         """Return the ControlNet with compiled blocks, and the text the node shows."""
         from ..compiler.hosts.comfy import compile_control_net
 
+        settings.apply()
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)
         compiled, text = compile_control_net(control_net, request)
         messages.show(unique_id, text)

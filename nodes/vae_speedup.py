@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compiler.backends import NAMES
-from . import messages, sockets
+from . import messages, settings, sockets
 
 
 class VAESpeedup:
@@ -53,6 +53,7 @@ class VAESpeedup:
         """Return the VAE with compiled code, and the text the node shows."""
         from ..compiler.hosts.comfy import compile_vae
 
+        settings.apply()
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)
         compiled, text = compile_vae(vae, request, encode)
         messages.show(unique_id, text)

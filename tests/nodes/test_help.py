@@ -1,0 +1,130 @@
+"""The help that people find at a node: its page, its tooltips, its words in the search."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import comfy_browser
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "web" / "docs"
+HEADINGS = {
+    "": ["When to use it", "Inputs", "Outputs", "What stays eager, and why", "Troubleshooting"],
+    "zh": ["何时使用", "输入", "输出", "哪些部分不编译以及原因", "疑难解答"],
+}
+
+
+def page(node: str, language: str) -> str:
+    """The page that ComfyUI's frontend looks for: NODE/LANGUAGE.md, else NODE.md."""
+    return (DOCS / node / f"{language}.md" if language else DOCS / f"{node}.md").read_text(encoding="utf-8")
+
+
+def every_page(language: str) -> str:
+    names = [path.stem for path in DOCS.glob("*.md")]
+    return " ".join("\n".join(page(name, language) for name in names).split())
+
+
+def quoted(text: str) -> list[str]:
+    """What a page gives as it stands in the program: reasons, values, names."""
+    return [" ".join(code.split()) for code in re.findall("`([^`]+)`", text)]
+
+
+def node_classes() -> list[dict[str, ast.expr]]:
+    """What the classes of our own nodes say of themselves, by name."""
+    found = []
+    for path in (ROOT / "nodes").glob("*.py"):
+        for part in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(part, ast.ClassDef):
+                fields = {t.id: s.value for s in part.body if isinstance(s, ast.Assign) for t in s.targets}
+                if getattr(fields.get("CATEGORY"), "value", "") == "compiled graphs":
+                    found.append(fields)
+    return found
+
+
+def reasons() -> set[str]:
+    """The longest fixed part of every sentence in `compiler/` that says why something runs eagerly."""
+    found = set()
+    for path in (ROOT / "compiler").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        raised = [n.args[0] for n in ast.walk(tree) if isinstance(n, ast.Call) and _name(n.func) == "Unsupported"]
+        givers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _gives_reasons(n)]
+        returned = [n.value for giver in givers for n in ast.walk(giver) if isinstance(n, ast.Return)]
+        found |= {part for sentence in (*raised, *returned) if (part := _fixed_part(sentence))}
+    return found
+
+
+def _gives_reasons(function: ast.FunctionDef) -> bool:
+    return function.returns is not None and ast.unparse(function.returns) in ("str | None", "Plan | str")
+
+
+def _name(function: ast.expr) -> str:
+    return getattr(function, "id", "")
+
+
+def _fixed_part(sentence: ast.expr | None) -> str:
+    parts = sentence.values if isinstance(sentence, ast.JoinedStr) else [sentence]
+    texts = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
+    return max((re.split("[:()]", text)[0].strip() for text in texts), key=len, default="")
+
+
+@pytest.mark.parametrize("language", HEADINGS)
+def test_every_node_has_a_page_that_names_its_sockets(server, language):
+    nodes = {name: node for name, node in server.get("/object_info").items() if name.startswith("CG_")}
+    assert nodes.keys() == {path.stem for path in DOCS.glob("*.md")}
+    for name, node in nodes.items():
+        text = page(name, language)
+        assert re.findall(r"^## (.*)", text, re.MULTILINE)[:3] == HEADINGS[language][:3]
+        assert set(HEADINGS[language]) <= set(re.findall(r"^## (.*)", text, re.MULTILINE))
+        inputs, outputs = (text.split(f"## {title}\n")[1].split("\n## ")[0] for title in HEADINGS[language][1:3])
+        wanted = [*node["input"].get("required", {}), *node["input"].get("optional", {})]
+        assert sorted(re.findall(r"^- `(\w+)`", inputs, re.MULTILINE)) == sorted(wanted)
+        assert re.findall(r"^- `(\w+)`", outputs, re.MULTILINE) == node["output"]
+
+
+@pytest.mark.parametrize("language", HEADINGS)
+def test_every_reason_to_run_eagerly_is_explained(language):
+    texts = every_page(language)
+    wanted = reasons() - {"a host that does not say what its calls depend on"}  # ComfyUI's host does
+    assert len(wanted) > 40
+    assert sorted(reason for reason in wanted if reason not in texts) == []
+
+
+def test_both_languages_explain_the_same():
+    for name in (path.stem for path in DOCS.glob("*.md")):
+        english, chinese = (sorted(quoted(page(name, language))) for language in HEADINGS)
+        assert english == chinese
+
+
+def test_every_node_says_what_it_does_and_is_found_by_other_words():
+    classes = node_classes()
+    assert len(classes) >= 5
+    for fields in classes:
+        assert ast.literal_eval(fields["SEARCH_ALIASES"])
+        assert len(getattr(fields.get("OUTPUT_TOOLTIPS"), "elts", [])) == len(fields["RETURN_TYPES"].elts)
+        assert "DESCRIPTION" in fields
+
+
+def test_a_server_serves_the_pages(server):
+    from urllib.request import urlopen
+
+    for place in ("CG_SaveGraph.md", "CG_SaveGraph/zh.md"):
+        with urlopen(f"{server.address}/extensions/compiled-graphs/docs/{place}", timeout=60) as answer:
+            assert answer.read().decode() == (DOCS / place).read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(bool(comfy_browser.missing()), reason=comfy_browser.missing())
+@pytest.mark.parametrize("language", HEADINGS)
+def test_a_nodes_info_button_opens_its_page(server, language):
+    locale = language or "en"
+    with comfy_browser.browse(server.address, {"Comfy.Locale": locale}) as browser:
+        if browser is None:
+            pytest.skip("this ComfyUI's frontend has no help pages")
+        comfy_browser.add_node(browser, "CG_CompileModel")
+        browser.get_by_test_id("info-button").dispatch_event("click")
+        text = browser.locator(".node-help-content .markdown-content")
+        text.wait_for()
+        shown = text.locator("h1, h2").all_inner_texts()
+        assert shown == re.findall(r"^##? (.*)", page("CG_CompileModel", language), re.MULTILINE)

@@ -1,0 +1,88 @@
+"""The texts that ComfyUI's frontend looks up, in English and in other languages."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCALES = ROOT / "locales"
+FILES = ["main.json", "nodeDefs.json", "settings.json"]
+LANGUAGES = ["en", "zh"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What `scripts/make_locales.py` writes now, and what it complains of."""
+    folder = tmp_path_factory.mktemp("locales")
+    command = [sys.executable, str(ROOT / "scripts" / "make_locales.py"), "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    assert not done.stderr or done.returncode == 0, done.stderr[-2000:]
+    return folder, done.stdout
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_say_what_the_code_says(made, language, name):
+    assert filecmp.cmp(made[0] / language / name, LOCALES / language / name, shallow=False), (
+        "run scripts/make_locales.py and commit what it writes"
+    )
+
+
+def test_every_text_is_translated_and_none_that_is_gone_is_left(made):
+    assert made[1] == ""
+
+
+def test_there_is_nothing_besides(made):
+    written = {path.relative_to(made[0]) for path in made[0].rglob("*.json")}
+    assert written == {path.relative_to(LOCALES) for path in LOCALES.glob("*/*")}
+    assert written == {Path(language, name) for language in LANGUAGES for name in FILES}
+
+
+def test_the_chinese_is_chinese():
+    nodes = json.loads((LOCALES / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    sentences = [node["description"] for node in nodes.values()]
+    sentences += [item["tooltip"] for node in nodes.values() for item in node["inputs"].values()]
+    assert [text for text in sentences if not re.search("[\u4e00-\u9fff]", text)] == []
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_no_text_has_what_the_frontend_takes_for_a_placeholder(language):
+    texts = "".join((LOCALES / language / name).read_text(encoding="utf-8") for name in FILES)
+    values = re.findall(r': "((?:[^"\\]|\\.)*)"', texts)
+    assert len(values) > 100
+    assert [text for text in values if set(text) & set("{}@|")] == []
+
+
+def test_every_input_of_a_servers_nodes_has_a_name_and_an_explanation(server):
+    """Walks what a real server has, and not what the generator thinks there is."""
+    ours = {name: node for name, node in server.get("/object_info").items() if name.startswith("CG_")}
+    assert len(ours) >= 5
+    for language in LANGUAGES:
+        texts = json.loads((LOCALES / language / "nodeDefs.json").read_text(encoding="utf-8"))
+        for name, node in ours.items():
+            inputs = {**node["input"].get("required", {}), **node["input"].get("optional", {})}
+            assert texts[name]["inputs"].keys() == inputs.keys()
+            assert len(texts[name].get("outputs", {})) == len(node["output"])
+            assert all(spec[1]["tooltip"] for spec in inputs.values())
+            assert node["description"]
+            if "output_tooltips" in node:
+                assert [item["tooltip"] for item in texts[name].get("outputs", {}).values()]
+
+
+def test_a_server_hands_the_texts_out(server):
+    try:
+        texts = server.get("/i18n")
+    except OSError:
+        pytest.skip("this ComfyUI has no texts of extensions")
+    for language in LANGUAGES:
+        main, nodes, settings = (json.loads((LOCALES / language / name).read_text(encoding="utf-8")) for name in FILES)
+        assert texts[language]["settings"].items() >= settings.items()
+        assert texts[language]["nodeDefs"].items() >= nodes.items()
+        assert texts[language]["settingsCategories"].items() >= main["settingsCategories"].items()

@@ -1,0 +1,161 @@
+"""What people choose in ComfyUI's settings dialog."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.request
+from types import ModuleType
+
+import comfy_browser
+import make_locales
+import pytest
+
+LIMIT, BACKGROUND, VERIFY = "CompiledGraphs.StoreLimit", "CompiledGraphs.Background", "CompiledGraphs.Verify"
+
+
+@pytest.fixture(scope="module")
+def own(make_home, start_server):
+    """A server whose settings and store are nobody else's."""
+    with start_server(make_home("tiny_sd15")) as server:
+        yield server
+
+
+def choose(server, setting, value):
+    """Do what the dialog does when a value is changed."""
+    request = urllib.request.Request(
+        f"{server.address}/settings/{setting}", json.dumps(value).encode(), {"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=60).close()
+
+
+def stored(server):
+    return list((server.home / "graphs").glob("*.graph.safetensors"))
+
+
+def test_the_store_has_the_chosen_size_from_the_next_run_on(own, workflow):
+    own.run(workflow(seed=1))
+    assert len(stored(own)) == 3
+    choose(own, LIMIT, 1)
+    own.run(workflow(seed=1, steps=3))  # Compile Model is not run: ComfyUI has its output
+    assert len(stored(own)) == 3
+    choose(own, LIMIT, 1e-9)
+    prompt = workflow(seed=1)
+    prompt["2"]["inputs"]["verify"] = False
+    own.run(prompt)
+    assert stored(own) == []
+    choose(own, LIMIT, None)
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    """The module, in a ComfyUI whose user folder is empty."""
+    folders = ModuleType("folder_paths")
+    folders.models_dir, folders.user_directory = "", str(tmp_path)
+    folders.add_model_folder_path = lambda *_: None
+    monkeypatch.setitem(sys.modules, "folder_paths", folders)
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
+    before = {name for name in sys.modules if name.startswith("compiled_graphs.nodes")}
+    from compiled_graphs.nodes import settings
+
+    monkeypatch.setattr(settings, "folder_paths", folders)
+    yield settings
+    for name in [name for name in sys.modules if name.startswith("compiled_graphs.nodes") and name not in before]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes"),
+    [
+        (None, 10),
+        ("{}", 10),
+        (f'{{"{LIMIT}": null}}', 10),
+        (f'{{"{LIMIT}": 3}}', 3),
+        (f'{{"{LIMIT}": 0.5}}', 0.5),
+        (f'{{"{LIMIT}": -1}}', 10),
+        (f'{{"{LIMIT}": "much"}}', 10),
+        (f'{{"{LIMIT}": tru', None),
+        ("", None),
+        ("[]", None),
+    ],
+)
+def test_the_size_is_read_where_comfyui_keeps_it(settings, tmp_path, text, gigabytes):
+    if text is not None:
+        (tmp_path / "default").mkdir()
+        (tmp_path / "default" / "comfy.settings.json").write_text(text)
+    assert settings.store_limit() == (None if gigabytes is None else gigabytes * 10**9)
+
+
+def test_the_environment_variable_wins(settings, tmp_path, monkeypatch):
+    (tmp_path / "default").mkdir()
+    (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps({LIMIT: 3}))
+    monkeypatch.setenv("COMPILED_GRAPHS_STORE_LIMIT", "5")
+    assert settings.store_limit() is None
+
+
+def test_the_dialog_begins_with_what_the_code_does_without_it(settings):
+    from compiled_graphs.compiler.store import DEFAULT_LIMIT
+    from compiled_graphs.nodes import sockets
+
+    chosen = {setting["id"]: setting["defaultValue"] for setting in make_locales.settings()}
+    assert chosen == {
+        LIMIT: DEFAULT_LIMIT / 10**9,
+        BACKGROUND: sockets.WHEN[1]["default"] == sockets.IN_BACKGROUND,
+        VERIFY: sockets.VERIFY[1]["default"],
+    }
+    assert settings.STORE_LIMIT == LIMIT
+
+
+@pytest.fixture
+def browser(own):
+    if reason := comfy_browser.missing():
+        pytest.skip(reason)
+    with comfy_browser.browse(own.address, {BACKGROUND: False, VERIFY: True}) as page:
+        if page is None:
+            pytest.skip("this ComfyUI's frontend has no settings of extensions")
+        yield page
+
+
+def test_new_nodes_begin_with_what_was_chosen_in_the_dialog(own, browser):
+    assert comfy_browser.add_node(browser, "CG_CompileModel")["when"] == "before sampling"
+    browser.keyboard.press("Control+,")
+    browser.get_by_text("Compiled Graphs", exact=True).click()
+    for setting in (BACKGROUND, VERIFY):
+        browser.locator(f"[id='{setting}'] input").click()
+    limit = browser.locator(f"[id='{LIMIT}'] input")
+    limit.select_text()
+    limit.press_sequentially("3")
+    limit.press("Tab")
+    wait_for(own, {BACKGROUND: True, VERIFY: False, LIMIT: 3})
+    model, vae = (comfy_browser.add_node(browser, kind) for kind in ("CG_CompileModel", "CG_VAESpeedup"))
+    assert model == {"backend": "auto", "verify": False, "cuda_graphs": True, "when": "in background"}
+    assert vae == {"encode": False, "backend": "auto", "verify": False}
+
+
+def test_a_workflow_keeps_its_own_values(own, browser):
+    browser.evaluate(
+        """async settings => {
+            for (const [id, value] of settings) await app.extensionManager.setting.set(id, value);
+        }""",
+        [[BACKGROUND, True], [VERIFY, False]],
+    )
+    node = {"id": 1, "type": "CG_CompileModel", "pos": [0, 0], "size": [300, 150], "flags": {}, "order": 0, "mode": 0}
+    values = ["inductor", True, False, "before sampling"]
+    graph = {"version": 0.4, "last_node_id": 1, "last_link_id": 0, "links": [], "nodes": []}
+    loaded = browser.evaluate(
+        "async graph => { await app.loadGraphData(graph); return app.graph.nodes[0].widgets.map((w) => w.value); }",
+        {**graph, "nodes": [{**node, "widgets_values": values}]},
+    )
+    assert loaded[:4] == values
+
+
+def wait_for(server, expected):
+    """The frontend stores a value after it has shown it."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        found = server.get("/settings")
+        if expected.items() <= found.items():
+            return
+        time.sleep(0.1)
+    raise AssertionError({name: found.get(name) for name in expected})
