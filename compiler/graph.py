@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from .expressions import evaluate
+
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
-# What torch's PythonPrinter writes into size expressions.
 # A size that gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
 _SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
-_EXPRESSION_NAMES = {"__builtins__": {}, "math": math, "torch": torch, "max": max, "min": min, "round": round}
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,6 @@ class GraphSpec:
         return [(w.shape, w.stride, getattr(torch, w.dtype.removeprefix("torch.")), device) for w in self.weights]
 
     @cached_property
-    def _compiled_guards(self) -> list[CodeType]:
-        return [compile(guard, "<guard>", "eval") for guard in self.guards]
-
-    @cached_property
     def _tree(self) -> pytree.TreeSpec:
         return pytree.treespec_loads(self.tree)
 
@@ -84,12 +78,12 @@ class GraphSpec:
         if symbols is None:
             return False
         try:
-            return all(_evaluate(guard, symbols) for guard in self._compiled_guards) and all(
-                size == (_evaluate(expected, symbols) if isinstance(expected, str) else expected)
+            return all(evaluate(guard, symbols) for guard in self.guards) and all(
+                size == (evaluate(expected, symbols) if isinstance(expected, str) else expected)
                 for spec, shape in zip(self.inputs, shapes, strict=True)
                 for expected, size in zip(spec.sizes, shape, strict=True)
             )
-        except (ArithmeticError, NameError, TypeError):
+        except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
             return False
 
     def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
@@ -120,11 +114,6 @@ class GraphSpec:
                 if size < 1 or size % factor or symbols.setdefault(name, size // factor) != size // factor:
                     return None
         return symbols
-
-
-def _evaluate(expression: str | CodeType, symbols: dict[str, int]) -> Any:
-    # Only ever from this process's own tracing or from bytes that were trusted to run native code.
-    return eval(expression, _EXPRESSION_NAMES, symbols)
 
 
 class Executable(Protocol):

@@ -36,6 +36,15 @@ def register_folder() -> None:
     folder_paths.add_model_folder_path(FOLDER, os.path.join(folder_paths.models_dir, FOLDER))
 
 
+def listed_files() -> list[str]:
+    """Return the graph files among ComfyUI's models, by the names that the widget has."""
+    try:
+        names = folder_paths.get_filename_list(FOLDER)
+    except OSError:  # the folder was deleted while ComfyUI runs
+        return []
+    return [name for name in names if name.endswith(SUFFIX)]
+
+
 class SaveGraph:
     """Writes the graphs that a model, a VAE and a ControlNet use to one file; compiles them first if nothing has."""
 
@@ -113,7 +122,7 @@ class LoadGraph:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        files = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith(SUFFIX)]
+        files = listed_files()
         return {
             "required": {
                 "graph": (files or [NONE], {"tooltip": "A file under models/compiled_graphs."}),
@@ -166,6 +175,7 @@ class LoadGraph:
             return replace(
                 messages.request(backend, True, unique_id, prompt, extra_pnginfo),
                 on_change=lambda changed: messages.show(unique_id, tell(name, changed)),
+                on_progress=lambda text: messages.progress(unique_id, text),
                 graphs=graphs,
                 listed=listed,
                 source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
@@ -243,7 +253,7 @@ def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:
 
 def _find(name: str) -> Path | None:
     """Return the path of a listed file. A name cannot lead out of the folders that ComfyUI lists."""
-    if name not in folder_paths.get_filename_list(FOLDER) or not name.endswith(SUFFIX):
+    if name not in listed_files():
         return None
     path = folder_paths.get_full_path(FOLDER, name)
     return Path(path) if path else None

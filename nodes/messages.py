@@ -31,6 +31,13 @@ def show(node_id: str, text: str) -> None:
     announce()
 
 
+def progress(node_id: str, text: str) -> None:
+    """Show on a node how far it is. The text that it shows in the end takes the place of this one."""
+    server = _server()
+    if server is not None and node_id:
+        server.send_sync(EVENT, {"node": str(node_id), "text": text})
+
+
 class _Announcer:
     """Tells every frontend that the registry has changed, once for all that changes within a moment."""
 
@@ -106,6 +113,7 @@ def request(
         str(node_id),
         running_workflow(prompt, extra_pnginfo),
         on_change=lambda changed: show(node_id, changed),
+        on_progress=lambda text: progress(node_id, text),
     )
 
 

@@ -16,7 +16,7 @@ from . import messages, sockets
 from .compile_model import CompileModel
 from .control_net_speedup import ControlNetSpeedup
 from .deep_cache import STEPS, settings, with_deep_cache
-from .graph_files import FOLDER, NONE, SUFFIX, LoadGraph, SaveGraph
+from .graph_files import NONE, SUFFIX, LoadGraph, SaveGraph, listed_files
 from .vae_speedup import VAESpeedup
 
 CATEGORY = "compiled graphs/OneDiff workflows"
@@ -250,7 +250,7 @@ class _Loader(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        files = [name for name in folder_paths.get_filename_list(FOLDER) if name.endswith(SUFFIX)]
+        files = listed_files()
         thing = (cls.RETURN_TYPES[0], {"tooltip": "What to put the graphs into."})
         graph = (
             files or [NONE],

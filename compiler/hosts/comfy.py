@@ -41,6 +41,7 @@ from ..scaled_weights import multiply_weights
 from ..store import StoreError, open_store
 from ..workers import Workers
 from . import comfy_calls, comfy_deep_cache, comfy_patches, comfy_worker
+from .comfy_progress import ProgressReport, log_progress
 
 log = logging.getLogger(__name__)
 
@@ -143,12 +144,20 @@ def _covers(blocks: Mapping[tuple, Any], block: tuple | None) -> bool:
 HOST = ComfyHost()
 
 
-@lru_cache(maxsize=1)
+_registry_lock = threading.Lock()
+
+
 def registry() -> Registry:
     """Return this ComfyUI's registry, with graphs kept in its user folder.
 
     The environment variable COMPILED_GRAPHS_STORE names another folder, or an fsspec URL.
     """
+    with _registry_lock:  # a node and a request over HTTP may both be the first to ask
+        return _only_registry()
+
+
+@lru_cache(maxsize=1)
+def _only_registry() -> Registry:
     try:
         store = open_store(os.environ.get("COMPILED_GRAPHS_STORE") or _default_folder())
     except StoreError as error:
@@ -176,6 +185,8 @@ class Request:
     """Asked whenever the object runs: ComfyUI may hand one node's output to another workflow."""
     on_change: Callable[[str], None] = lambda text: None
     """Told when a later prompt compiles more, or a graph is retired."""
+    on_progress: Callable[[str], None] = lambda text: None
+    """Told in words how far compiling is, while the node runs."""
     graphs: Sequence[StoredGraph] = ()
     """From a file. They serve the regions they were made for; only what they leave is looked for elsewhere."""
     listed: Sequence[GraphIdentity] = ()
@@ -354,11 +365,13 @@ def _install(
     refused = compiled.load(request.graphs)
     listed = [*request.graphs, *request.listed]
     if compiled.background is None:
-        _compile(compiled, listed, calls, _progress(request.node_id))
+        report = ProgressReport(request.node_id, request.on_progress)
+        report.begin()
+        _compile(compiled, listed, calls, report)
     else:
 
         def report(progress: Progress) -> None:
-            _log_progress(progress)
+            log_progress(progress)
             request.on_change(text())
 
         compiled.background.submit("ahead", lambda: _compile(compiled, listed, calls, report))
@@ -596,23 +609,3 @@ def _foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> C
     if _is_ours(found):
         return found.inner
     return None if getattr(found, "__func__", None) is getattr(type(module), method) else found
-
-
-def _progress(node_id: str) -> Callable[[Progress], None]:
-    takes_node = "node_id" in inspect.signature(comfy.utils.ProgressBar).parameters and node_id
-    bars: list[Any] = []
-
-    def report(progress: Progress) -> None:
-        if not bars:
-            options = {"node_id": node_id} if takes_node else {}
-            bars.append(comfy.utils.ProgressBar(progress.total, **options))
-        bars[0].update_absolute(progress.done, progress.total)
-        _log_progress(progress)
-
-    return report
-
-
-def _log_progress(progress: Progress) -> None:
-    log.info(
-        "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
-    )

@@ -141,6 +141,17 @@ def test_a_file_that_is_missing_is_named_and_the_image_still_comes(server, loadi
     assert outputs["8"]["images"]
 
 
+def test_a_folder_that_was_deleted_while_the_server_ran_is_only_empty(server, saving, loading, graph_files):
+    name = saved_name(server.run(saving(seed=31))["9"]["text"][0])
+    server.get("/object_info/CG_LoadGraph")  # ComfyUI has listed the folder now
+    shutil.rmtree(graph_files)
+    try:
+        outputs = server.run(loading(name, seed=32))
+        assert outputs["2"]["text"][0].startswith(f"{name} is not in models/compiled_graphs")
+    finally:
+        graph_files.mkdir(exist_ok=True)
+
+
 @pytest.mark.parametrize("name", ["../checkpoints/tiny_sd15.ckpt", "/etc/passwd", "C:\\x.graph.safetensors", "a\0b"])
 def test_a_name_cannot_leave_the_folder(server, loading, name):
     outputs = server.run(loading(name, seed=3))
