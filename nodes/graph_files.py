@@ -225,19 +225,21 @@ def write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
 
 def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     folder = folder_paths.get_folder_paths(FOLDER)[0]
-    os.makedirs(folder, exist_ok=True)
-    place, name, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
-    path, newest = (Path(place, f"{name}_{number:05}_{SUFFIX}") for number in (counter, counter - 1))
-    if _holds(newest, graphs):
-        return f"{len(graphs)} graphs are in {newest.name} already"
+    name = filename_prefix
     try:
+        os.makedirs(folder, exist_ok=True)
+        place, stem, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
+        path, newest = (Path(place, f"{stem}_{number:05}_{SUFFIX}") for number in (counter, counter - 1))
+        if _holds(newest, graphs):
+            return f"{len(graphs)} graphs are in {newest.name} already"
+        name = path.name
         data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
         write_whole(path, data)
     except OSError as error:
         raise GraphFileError(
-            f"{path.name} could not be written ({error.strerror or error}): make room, or save to another folder."
+            f"{name} could not be written ({error.strerror or error}): make room, or save to another folder."
         ) from None
-    return f"{len(graphs)} graphs saved to {path.name}, {len(data) / 1e6:.1f} MB"
+    return f"{len(graphs)} graphs saved to {name}, {len(data) / 1e6:.1f} MB"
 
 
 def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:

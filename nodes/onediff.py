@@ -28,6 +28,18 @@ _SWITCH = (["disable", "enable"], {"tooltip": "Whether the VAE's decoder is comp
 _STATIC = (["enable", "disable"], {"tooltip": "Has no effect."})
 
 
+_OUTPUTS = {
+    "MODEL": "The model, to be used as it is.",
+    "CLIP": "The text encoder, as the checkpoint has it.",
+    "VAE": "The VAE, to be used as it is.",
+    "CONTROL_NET": "The ControlNet with compiled blocks.",
+    "CUSTOM_BOOSTER": "For nodes of OneDiff's workflows.",
+    "DeepCacheBooster": "Settings of DeepCache.",
+    "QuantizationBooster": "Has no effect.",
+    "TorchCompileBooster": "Has no effect.",
+}
+
+
 class _Node:
     """What all have. `INPUTS` are the sockets and widgets, by group."""
 
@@ -35,6 +47,11 @@ class _Node:
     FUNCTION = "run"
     DEPRECATED = True
     INPUTS: dict[str, dict[str, Any]] = {}
+    RETURN_TYPES: tuple[str, ...] = ()
+    OUTPUT_TOOLTIPS: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.OUTPUT_TOOLTIPS = tuple(_OUTPUTS[kind] for kind in cls.RETURN_TYPES)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name

@@ -126,6 +126,16 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_image_still_comes(serve
     assert outputs["8"]["images"]
 
 
+def test_a_prefix_in_the_place_of_a_file_is_said_and_the_image_still_comes(server, saving, graph_files):
+    prompt = saving(seed=24)
+    prompt["9"]["inputs"]["filename_prefix"] = "file/x"
+    graph_files.mkdir(parents=True, exist_ok=True)
+    (graph_files / "file").write_text("")
+    outputs = server.run(prompt)
+    assert re.match(r"file/x could not be written \(.+\): make room", outputs["9"]["text"][0])
+    assert outputs["8"]["images"]
+
+
 def test_a_model_that_was_never_compiled_is_compiled_and_saved(server, workflow, graph_files):
     prompt = {"1": workflow()["1"]}
     prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": {"model": ["1", 0], "filename_prefix": "early/graph"}}

@@ -64,6 +64,7 @@ def test_sockets_and_widgets_are_those_that_old_workflows_contain(server, name):
     inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     assert ([*inputs], info["output"]) == SOCKETS[name]
     assert all(spec[1]["tooltip"] for spec in inputs.values())
+    assert all(info.get("output_tooltips", info["output"])), "an output without a tooltip"
     assert "OneDiff" in info["description"]
     assert info["category"].startswith("compiled graphs/")
 
