@@ -244,7 +244,7 @@ def test_cancel_works_between_regions_and_keeps_what_is_done(load, registry, mon
 def test_progress_names_each_region(load, registry, caplog):
     caplog.set_level("INFO")
     compile_eager(load("tiny_sd15"))
-    lines = [record.getMessage() for record in caplog.records if record.name.endswith("hosts.comfy")]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("hosts.comfy_progress")]
     assert re.fullmatch(r"\[1/3\] ResBlock \(input_blocks\.1\.0\): compiled, [\d.]+ s", lines[0])
     assert len(lines) == 3
 
