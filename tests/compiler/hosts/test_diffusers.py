@@ -276,7 +276,9 @@ def test_report_fp16_vae_with_force_upcast_could_not_be_loaded(graphs, restart, 
 
 
 def test_report_video_pipeline_failed_without_upcast_vae(graphs, restart, tmp_path):
-    save_pipe(eagerly_compiled(pipelines.svd().to(torch.float16)), tmp_path)
+    pipe = eagerly_compiled(pipelines.svd().to(torch.float16))
+    image(pipe)
+    save_pipe(pipe, tmp_path)
     restart()
     fresh = pipelines.svd().to(torch.float16)
     load_pipe(fresh, tmp_path)
