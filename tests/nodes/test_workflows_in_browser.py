@@ -1,4 +1,4 @@
-"""The example workflows in ComfyUI's frontend: opened, laid out, and the same as what their API files queue."""
+"""The example workflows, and one made with OneDiff, in ComfyUI's frontend: whole, laid out, and queued as they say."""
 
 from __future__ import annotations
 
@@ -162,3 +162,87 @@ def test_the_readme_has_each_workflows_sentence_and_picture():
         assert note in " ".join(readme.split("\n"))
         assert f"]({name}.json)" in readme
         assert f"]({name}.jpg)" in readme
+
+
+# A workflow as people have saved it with OneDiff's nodes.
+
+CACHE = [3, 0, 1, 0, 1000]
+"""cache_interval, cache_layer_id, cache_block_id, start_step, end_step."""
+
+
+def node(number, kind, widgets, inputs=(), outputs=()):
+    """A node in the form of a frontend of 2024: sockets, and widget values by their order alone."""
+    return {
+        "id": number,
+        "type": kind,
+        "pos": [320 * (number % 6), 260 * (number // 6)],
+        "size": [300, 200],
+        "flags": {},
+        "order": number,
+        "mode": 0,
+        "inputs": [{"name": name, "type": kind, "link": link} for name, kind, link in inputs],
+        "outputs": [{"name": kind, "type": kind, "links": list(links), "slot_index": i} for i, (kind, links) in
+                    enumerate(outputs)],
+        "properties": {"Node name for S&R": kind},
+        "widgets_values": widgets,
+    }  # fmt: skip
+
+
+ONEDIFF = {
+    "last_node_id": 12,
+    "last_link_id": 12,
+    "nodes": [
+        node(1, "OneDiffCheckpointLoaderSimple", ["v1-5-pruned-emaonly.safetensors", "enable"],
+             [("custom_booster", "CUSTOM_BOOSTER", 1)], [("MODEL", [2]), ("CLIP", []), ("VAE", [3])]),
+        node(2, "OneFlowDeepcacheBooster", CACHE, outputs=[("DeepCacheBooster", [4])]),
+        node(3, "OneDiffModelBooster", [], [("quantization_booster", "QuantizationBooster", 6),
+             ("deepcache_booster", "DeepCacheBooster", 4), ("torchcompile_booster", "TorchCompileBooster", 7)],
+             [("CUSTOM_BOOSTER", [1])]),
+        node(4, "BatchSizePatcher", [], [("model", "MODEL", 2), ("latent_image", "LATENT", 8)], [("MODEL", [9])]),
+        node(5, "OneDiffOnlineQuantizationBooster", [100, 100, 100, 300], outputs=[("QuantizationBooster", [6])]),
+        node(6, "OneDiffTorchCompileBooster", [False, None, "inductor", "default", False, ""],
+             outputs=[("TorchCompileBooster", [7])]),
+        node(7, "EmptyLatentImage", [512, 512, 1], outputs=[("LATENT", [8, 10])]),
+        node(8, "ModelSpeedup", [True], [("model", "MODEL", 9), ("custom_booster", "CUSTOM_BOOSTER", None)],
+             [("MODEL", [11])]),
+        node(9, "ModuleDeepCacheSpeedup", ["enable", *CACHE], [("model", "MODEL", 11)], [("MODEL", [12])]),
+        node(10, "SVDSpeedup", [False, "svd"], [("model", "MODEL", 12), ("custom_booster", "CUSTOM_BOOSTER", None)],
+             [("MODEL", [])]),
+        node(11, "VaeSpeedup", [False], [("vae", "VAE", 3), ("custom_booster", "CUSTOM_BOOSTER", None)],
+             [("VAE", [])]),
+        node(12, "ModelGraphSaver", ["unet"], [("samples", "LATENT", 10), ("model", "MODEL", None)]),
+    ],
+    "links": [
+        [1, 3, 0, 1, 0, "CUSTOM_BOOSTER"], [2, 1, 0, 4, 0, "MODEL"], [3, 1, 2, 11, 0, "VAE"],
+        [4, 2, 0, 3, 1, "DeepCacheBooster"], [6, 5, 0, 3, 0, "QuantizationBooster"],
+        [7, 6, 0, 3, 2, "TorchCompileBooster"], [8, 7, 0, 4, 1, "LATENT"], [9, 4, 0, 8, 0, "MODEL"],
+        [10, 7, 0, 12, 0, "LATENT"], [11, 8, 0, 9, 0, "MODEL"], [12, 9, 0, 10, 0, "MODEL"],
+    ],
+    "groups": [], "config": {}, "extra": {}, "version": 0.4,
+}  # fmt: skip
+
+
+def test_a_workflow_made_with_onediff_opens_with_the_values_it_was_saved_with(browser, errors):
+    workflow_pictures.open_workflow(browser, ONEDIFF)
+    assert browser.evaluate(FAULTS) == []
+    prompt = browser.evaluate(PROMPT)
+    inputs = {node["class_type"]: node["inputs"] for node in prompt.values()}
+    steps = {"cache_interval": 3, "cache_layer_id": 0, "cache_block_id": 1, "start_step": 0, "end_step": 1000}
+    assert inputs["OneFlowDeepcacheBooster"] == steps
+    assert inputs["ModuleDeepCacheSpeedup"] == {"model": ["8", 0], "static_mode": "enable", **steps}
+    assert inputs["OneDiffCheckpointLoaderSimple"] == {
+        "ckpt_name": "v1-5-pruned-emaonly.safetensors",
+        "vae_speedup": "enable",
+        "custom_booster": ["3", 0],
+    }
+    assert inputs["OneDiffModelBooster"] == {
+        "quantization_booster": ["5", 0],
+        "deepcache_booster": ["2", 0],
+        "torchcompile_booster": ["6", 0],
+    }
+    assert inputs["OneDiffOnlineQuantizationBooster"]["linear_compute_density_threshold"] == 300
+    assert inputs["ModelSpeedup"] == {"model": ["4", 0], "inplace": True}
+    assert inputs["SVDSpeedup"] == {"model": ["9", 0], "inplace": False, "cache_name": "svd"}
+    assert inputs["VaeSpeedup"] == {"vae": ["1", 2], "inplace": False}
+    assert inputs["ModelGraphSaver"] == {"samples": ["7", 0], "filename_prefix": "unet"}
+    assert errors == []
