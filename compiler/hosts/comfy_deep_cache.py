@@ -24,6 +24,7 @@ MARK = "compiled_graphs.deep_cache"
 """Transformer option of calls that go through a DeepCache: no two of them need be alike."""
 
 _CALLBACKS_KEY = MARK
+TOO_OLD = "this ComfyUI does not say when a sampling begins; update it to one of 2025 or newer"
 
 _ACT_BETWEEN_BLOCKS = frozenset(
     {
@@ -76,9 +77,12 @@ def unusable(network: nn.Module) -> str | None:
 def use_deep_cache(patcher: Any, settings: Settings, on_end: Callable[[str], None]) -> tuple[Any, str]:
     """Return a clone of a ModelPatcher whose steps are whole and shallow in turn, and what to tell the person.
 
-    `on_end` is told after each sampling what it did, in a ComfyUI of 2025 or newer. A model that has no deep blocks
-    comes back as it is, with the reason.
+    `on_end` is told after each sampling what it did. A model that has no deep blocks comes back as it is, with the
+    reason, and so does any model where nobody says that a sampling begins: what an interrupted one has kept must not
+    get into the next.
     """
+    if not hasattr(patcher, "add_callback_with_key"):
+        return patcher, f"without DeepCache: {TOO_OLD}"
     network = getattr(patcher.model, "diffusion_model", None)
     clone = patcher.clone()
     inner = clone.model_options.get("model_function_wrapper")
@@ -87,10 +91,10 @@ def use_deep_cache(patcher: Any, settings: Settings, on_end: Callable[[str], Non
     except ValueError as reason:
         return patcher, f"without DeepCache: {reason}"
     clone.set_model_unet_function_wrapper(cache)
-    if hasattr(clone, "add_callback_with_key"):
-        clone.remove_callbacks_with_key("on_cleanup", _CALLBACKS_KEY)
-        clone.add_callback_with_key("on_cleanup", _CALLBACKS_KEY, cache.end)
-        cache.on_end = on_end
+    for name, callback in (("on_pre_run", cache.begin), ("on_cleanup", cache.end)):
+        clone.remove_callbacks_with_key(name, _CALLBACKS_KEY)
+        clone.add_callback_with_key(name, _CALLBACKS_KEY, callback)
+    cache.on_end = on_end
     return clone, cache.text()
 
 
@@ -117,7 +121,6 @@ class DeepCache:
         """Why the last step was whole although its turn was to be shallow."""
         self._network = weakref.ref(network)
         self._features: dict[Any, torch.Tensor] = {}
-        self._schedule: Any = None
         self._sigmas: Any = None
         self._step = -1
         self._calls = 0
@@ -140,14 +143,15 @@ class DeepCache:
         """ComfyUI of 2024 copies a patcher's options whole when it clones it."""
         return self
 
-    def end(self, *_: Any) -> None:
-        """Forget what a sampling kept, and tell what it did."""
-        self._forget()
-        self.on_end(self.text())
-
-    def _forget(self) -> None:
+    def begin(self, *_: Any) -> None:
+        """Forget all of the last sampling, which may not have come to its end."""
         self._features.clear()
-        self._schedule = self._sigmas = None
+        self._sigmas, self._step, self.whole, self.shallow = None, -1, 0, 0
+
+    def end(self, *_: Any) -> None:
+        """Free what a sampling kept, and tell what it did."""
+        self._features.clear()
+        self.on_end(self.text())
 
     def text(self) -> str:
         """Return what the last sampling did, for people."""
@@ -163,21 +167,12 @@ class DeepCache:
         return text
 
     def _follow(self, apply_model: Callable, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """See whether this call begins a step, or a sampling."""
-        sigmas, schedule = options.get("sigmas", timestep), options.get("sample_sigmas")
-        is_new_sampling = self._sigmas is None or self._has_begun_anew(sigmas, schedule)
-        if is_new_sampling:
-            self._forget()
-            self._step, self.whole, self.shallow = -1, 0, 0
-        if is_new_sampling or sigmas is not self._sigmas:
+        """See whether this call begins a step: those of one step are given the same tensor."""
+        sigmas = options.get("sigmas", timestep)
+        if sigmas is not self._sigmas:
             self._step = self._step + 1 if self._is_in_window(apply_model, timestep) else -1
             self._calls = 0
-        self._sigmas, self._schedule = sigmas, schedule
-
-    def _has_begun_anew(self, sigmas: torch.Tensor, schedule: torch.Tensor | None) -> bool:
-        if schedule is not None:
-            return schedule is not self._schedule
-        return float(sigmas[0]) > float(self._sigmas[0])  # a core of 2024 does not hand on the schedule
+        self._sigmas = sigmas
 
     def _is_in_window(self, apply_model: Callable, timestep: torch.Tensor) -> bool:
         start, end = self.settings.start, self.settings.end

@@ -52,6 +52,8 @@ SOCKETS = {
     "OneDiffNexfortBooster": (["fullgraph", "dynamic", "mode", "docs_link"], ["TorchCompileBooster"]),
 }
 """Inputs in their order, by which a workflow's widget values are told apart, and outputs."""
+SAYS_WHEN = bool(os.environ.get("COMFYUI_PATH"))
+"""The index's build is of 2024, and does not say when a sampling begins."""
 
 
 def totals(server):
@@ -88,7 +90,7 @@ def test_an_old_workflow_runs_says_what_has_no_meaning_and_its_file_loads(server
     assert abs(pixels(server, outputs)[0] - theirs[0]).max() <= 1
     text = "\n".join(outputs["2"]["text"])
     assert "3 regions, 3 compiled" in text
-    assert "DeepCache: shallow steps compute" in text
+    assert ("DeepCache: shallow steps compute" if SAYS_WHEN else "without DeepCache: this ComfyUI does not say") in text
     assert "every batch size" in outputs["32"]["text"][0]
     (name,) = re.findall(r"old_unet_\d{5}_\.graph\.safetensors", outputs["33"]["text"][0])
     before = totals(server)["compiles"]
@@ -101,6 +103,7 @@ def test_an_old_workflow_runs_says_what_has_no_meaning_and_its_file_loads(server
     assert totals(server)["compiles"] == before
 
 
+@pytest.mark.skipif(not SAYS_WHEN, reason="this ComfyUI does not say when a sampling begins")
 def test_deep_cache_is_that_of_our_own_node(server, workflow, pixels):
     steps = {"cache_interval": 3, "cache_layer_id": 0, "cache_block_id": 0, "start_step": 0, "end_step": 1000}
     prompts = [workflow(64, 64, seed=43, steps=9, compiled=False), workflow(64, 64, seed=43, steps=9)]
