@@ -12,8 +12,18 @@ import torch
 if TYPE_CHECKING:
     from .backends import Backend
 
-_TRACING = ("attention", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
-"""Modules here that decide what graph a region becomes."""
+_TRACING = (
+    "attention",
+    "backends/inductor",
+    "backends/repeats",
+    "layout",
+    "patches",
+    "scaled_weights",
+    "signature",
+    "skeleton",
+    "trace",
+)
+"""Modules here that decide what graph a region becomes, and what of it is compiled."""
 
 
 def environment(backend: Backend, device: torch.device) -> dict[str, str]:
@@ -26,6 +36,6 @@ def tracing_version() -> str:
     """Return a digest of the code that traces: an update that corrects it must not load what it made before."""
     digest = hashlib.sha256()
     for name in _TRACING:
-        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")  # line ends are one here
+        source = Path(__file__).parent.joinpath(f"{name}.py").read_text(encoding="utf-8")  # line ends are one here
         digest.update(source.encode())
     return digest.hexdigest()[:16]

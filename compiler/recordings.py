@@ -3,17 +3,20 @@
 A step of a diffusion model is a thousand small kernels, and Python issues them more slowly than a fast GPU runs
 them. A CUDA graph issues all of them at once. It also freezes what Python decided while it was recorded, and
 every address: so a call is replayed only while the network, its weights and everything its code can look up are
-what they were, and a recording lives no longer than one sampling, since memory that it holds looks free to others.
+what they were. With PyTorch's own allocator a recording lives no longer than one sampling, since memory that it
+holds looks free to others. CUDA's asynchronous one, ComfyUI's default, lends it memory only while it runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -33,7 +36,7 @@ from .waits import WaitWatch
 log = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 4
-"""Sizes that are recorded in a sampling; where areas bring more, those are called. They share their memory."""
+"""Sizes that are recorded; where areas bring more to one sampling, those are called. They share their memory."""
 
 
 class Recording(Protocol):
@@ -53,19 +56,16 @@ def recordable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def uses_native_allocator(device: torch.device) -> bool:
-    """Whether a GPU's memory comes from PyTorch's own allocator.
-
-    With CUDA's asynchronous one, steps of compiled blocks were not recorded when tried.
-    """
-    return device.type != "cuda" or torch.cuda.get_allocator_backend() == "native"
+def is_lent_memory(device: torch.device) -> bool:
+    """Whether recordings on a device hold memory only while they run."""
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() != "native"
 
 
 def record_on_gpu(call: Callable[[], None], pool: Any) -> Recording:
     """Record a call as a CUDA graph. Raises what the call raises, or what CUDA says of code that cannot be recorded.
 
-    All that is allocated while recording is freed while recording: with CUDA's asynchronous allocator what is left
-    can be freed only once the graph has run, and to try it earlier ends the process.
+    All that is allocated while recording is freed while recording: with CUDA's asynchronous allocator, ComfyUI's
+    default, what is left can be freed only once the graph has run, and to try it earlier ends the process.
     """
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     torch.cuda.synchronize()
@@ -128,6 +128,17 @@ def _end_failed_capture(pool: Any) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def return_lent_memory(device: torch.device) -> None:
+    """Give back what CUDA keeps for the next run of recordings whose memory is lent."""
+    torch.cuda.synchronize(device)
+    with suppress(OSError, AttributeError):  # a driver that has no such call keeps none either
+        driver = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
+        handle = ctypes.c_int()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        driver.cuDeviceGet(ctypes.byref(handle), index)
+        driver.cuDeviceGraphMemTrim(handle)
+
+
 @dataclass(frozen=True)
 class _Recorded:
     recording: Recording
@@ -150,15 +161,15 @@ class Recordings:
         counters: Counters,
         device: torch.device,
         record: Record = record_on_gpu,
-        closed: str = "",
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`closed` is why nothing can be recorded here, if so."""
-        self._closed = closed
+        """`within` is what the graphs of the network's blocks have entered while they are recorded."""
         self._network = weakref.ref(network)
         self._host = host
         self._counters = counters
         self._device = device
         self._record = record
+        self._within = within
         names = forward_signature(type(network)).parameters
         self._context_places = {i: name for i, name in enumerate(names) if name in host.context_arguments}
         self._literals = region_code(network, host).literals
@@ -170,6 +181,8 @@ class Recordings:
         self._proven: dict[Any, Any] = {}
         """By arguments whose recording gave what the call gave, in this sampling or an earlier one: the result,
         without data."""
+        self._used: set[Any] = set()
+        """The arguments of this sampling's calls."""
         self._pool: Any = None
         self._retired = 0
         self.reason = ""
@@ -177,9 +190,6 @@ class Recordings:
 
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, made or replayed."""
-        if self._closed:
-            self.reason = self._closed
-            return call(*args, **kwargs)
         try:
             key, tensors = self._read(args, kwargs)
             self._modules.check()
@@ -189,6 +199,7 @@ class Recordings:
             return call(*args, **kwargs)
         if self._calls and not self._is_unchanged():
             self.forget()
+        self._used.add(key)
         known = self._calls.get(key, self)
         if isinstance(known, _Recorded):
             self._counters.add("replays")
@@ -200,12 +211,25 @@ class Recordings:
             return self._call_recorded(key, call, args, kwargs)
         return call(*args, **kwargs)
 
+    def rest(self) -> None:
+        """Give back the memory that recordings work in, at the end of a sampling; without it some cannot go on."""
+        self._used.clear()
+        if not is_lent_memory(self._device):
+            self.forget()
+            return
+        self._calls = {key: call for key, call in self._calls.items() if isinstance(call, _Recorded)}
+        if self._calls:
+            return_lent_memory(self._device)
+
     def forget(self) -> None:
-        """Drop all recordings, and the memory they work in."""
-        if self._calls and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # before memory is taken from what still runs
+        """Drop all recordings."""
+        has_recorded = self._pool is not None
+        if has_recorded:
+            self._wait()
         self._calls.clear()
         self._tensors = self._pool = None
+        if has_recorded and is_lent_memory(self._device):
+            return_lent_memory(self._device)
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
         """Return what tells this call from others, and its tensors. Raises Unsupported if it is not to be recorded."""
@@ -219,6 +243,7 @@ class Recordings:
         key = (
             tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
             tuple([(name, name in names or describe(value, tensors)) for name, value in kwargs.items()]),
+            _arithmetic(),
         )
         if any(t.device != self._device for t in tensors):
             raise Unsupported("an input on another device")
@@ -231,12 +256,25 @@ class Recordings:
         """Make a call of a new size, and remember it if nothing in it happened for the first time or eagerly."""
         disturbances = self._disturbances()
         result = call(*args, **kwargs)
-        if self._disturbances() == disturbances and len(self._calls) < MAX_RECORDINGS:
+        if self._disturbances() == disturbances and self._has_room():
             self._calls[key] = None
             self._tensors = self._tensors or TensorGuard(self._network(), self._device)
             self._retired = totals.retired
             self.reason = "" if self._tensors.is_usable else "weights that are not all on the GPU"
         return result
+
+    def _has_room(self) -> bool:
+        """Make room for one more recording, if need be in the place of one that this sampling has not used."""
+        unused = next((key for key in self._calls if key not in self._used), None)
+        if len(self._calls) >= MAX_RECORDINGS and unused is not None:
+            self._wait()
+            del self._calls[unused]
+        return len(self._calls) < MAX_RECORDINGS
+
+    def _wait(self) -> None:
+        """Before memory is taken from what may still run."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _disturbances(self) -> tuple[float, ...]:
         counts = self._counters
@@ -279,7 +317,8 @@ class Recordings:
 
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with device, self._within():
             return _Recorded(self._record(fill, self._pool), own.tensors, result)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -315,6 +354,20 @@ class _OwnArguments:
             own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self.tensors.append(own.copy_(value))
         return own
+
+
+def _arithmetic() -> tuple[Any, ...]:
+    """Return torch's settings by which the same operator may run another kernel."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        products.allow_tf32,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        getattr(products, "allow_fp16_accumulation", None),
+        convolutions.allow_tf32,
+        convolutions.benchmark,
+        convolutions.deterministic,
+    )
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

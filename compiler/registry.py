@@ -118,7 +118,8 @@ class _Wanted:
 
 def _compile(wanted: _Wanted) -> tuple[GraphSpec, Executable]:
     exported = export_region(wanted.variant, wanted.host)
-    return exported.spec, wanted.backend.compile(exported)
+    executable = wanted.backend.compile(exported)
+    return exported.spec_once_compiled(), executable
 
 
 class Registry:

@@ -94,6 +94,11 @@ class ExportedRegion:
     program: torch.export.ExportedProgram
     spec: GraphSpec
 
+    def spec_once_compiled(self) -> GraphSpec:
+        """Return the spec with what the compiler, too, came to rely on: Inductor, that indices fit into 32 bits."""
+        guards = dict.fromkeys([*self.spec.guards, *_guards(_placeholders(self.program)[len(self.spec.weights) :])])
+        return replace(self.spec, guards=tuple(guards))
+
 
 class _PureRegion(nn.Module):
     """f(weights, inputs). The region is hidden from Module registration, so nothing of it is a constant."""
@@ -191,8 +196,7 @@ def _spec(
     formats: list[str],
     mutated: tuple[int, ...],
 ) -> GraphSpec:
-    placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = placeholders[len(weights) :]
+    inputs = _placeholders(program)[len(weights) :]
     return GraphSpec(
         region=type(variant.module).__name__,
         device=str(variant.device),
@@ -206,6 +210,10 @@ def _spec(
         outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
         tree=pytree.treespec_dumps(program.call_spec.out_spec),
     )
+
+
+def _placeholders(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
 
 
 def _size(size: int | torch.SymInt) -> int | str:

@@ -6,6 +6,8 @@ hosts, workflows, files or registries, so that a new one is a page of code and t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -18,8 +20,8 @@ class Backend(Protocol):
     """A compiler for exported regions."""
 
     name: str
-    recordable: bool
-    """Whether its executables can be part of a CUDA graph."""
+    recording: Callable[[], AbstractContextManager[None]] | None
+    """What is entered while its executables become part of a CUDA graph; None if they cannot."""
     grows: bool
     """Whether an executable's bytes come to hold more while it is used, so that what was written of it gets old."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -36,7 +37,7 @@ class EagerBackend:
     """Satisfies `Backend`."""
 
     name = "eager"
-    recordable = True
+    recording = nullcontext
     grows = False
 
     def available(self, device: torch.device) -> str | None:

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..attention import opaque_attention, opaque_map_attention, register_operator
 from ..backends import choose_backend
+from ..backends.base import Backend
 from ..background import Background
 from ..entrance import CodingEntrance, Entrance
 from ..fingerprint import fingerprint
@@ -34,7 +35,7 @@ from ..host import Host
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..patches import PatchCall
 from ..probe import ModelCall
-from ..recordings import Recordings, recordable, uses_native_allocator
+from ..recordings import Recordings, recordable
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
@@ -56,7 +57,6 @@ _BOOKKEEPING = frozenset(
 _STEPS_WORTH_RECORDING = 8
 """A recording takes as long as two or three calls, once in each sampling."""
 _RECORDINGS_KEY = "compiled_graphs.recordings"
-_OTHER_ALLOCATOR = "they need PyTorch's own memory allocator (start ComfyUI with --disable-cuda-malloc)"
 
 
 class ComfyHost(Host):
@@ -384,8 +384,8 @@ def _install(
         entrance.install_while_running(forwards)
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
-    if request.record and prefix and chosen.recordable:
-        _record_steps(clone, network, prefix, lambda: request.on_change(text()))
+    if request.record and prefix and chosen.recording is not None:
+        _record_steps(clone, network, prefix, chosen, lambda: request.on_change(text()))
     entrances[0].on_call()
     return text()
 
@@ -405,11 +405,11 @@ def _compile(
             log.info("A model is compiled when it first runs; it cannot be called ahead of it: %s", reason)
 
 
-def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[], None]) -> None:
+def _record_steps(clone: Any, network: nn.Module, prefix: str, backend: Backend, tell: Callable[[], None]) -> None:
     """Let the steps of a sampling be recorded and replayed, where nobody else has a hand in the network.
 
-    Recordings end with the sampling (`CallbacksMP.ON_CLEANUP`): ComfyUI counts their memory as free. A core
-    without that callback (before 2025) gets none.
+    What they work in is given back when the sampling ends (`CallbacksMP.ON_CLEANUP`): ComfyUI counts it as free. A
+    core without that callback (before 2025) gets none.
     """
     entrance = clone.object_patches[f"{prefix}forward"]
     compiled = entrance.compiled
@@ -420,13 +420,12 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, tell: Callable[[]
         return
     if any(is_torch_compiled(module) for module in network.modules()):
         return
-    closed = "" if uses_native_allocator(compiled.device) else _OTHER_ALLOCATOR
-    recordings = Recordings(network, HOST, compiled.counters, compiled.device, closed=closed)
+    recordings = Recordings(network, HOST, compiled.counters, compiled.device, within=backend.recording)
     entrance.recordings = recordings
     told = [""]
 
     def end(patcher: Any) -> None:
-        recordings.forget()
+        recordings.rest()
         lines = "".join(_recording_lines([weakref.ref(entrance)]))
         if lines != told[0]:
             told[0] = lines

@@ -17,6 +17,7 @@ def test_it_is_the_backends_and_the_version_of_our_tracing():
 def test_another_way_to_trace_is_another_version(monkeypatch, tmp_path):
     def version_of(source: str) -> str:
         for name in module._TRACING:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / f"{name}.py").write_bytes(source.encode())
         monkeypatch.setattr(module, "__file__", str(tmp_path / "environment.py"))
         module.tracing_version.cache_clear()

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from compiled_graphs.compiler import recordings as module
 from compiled_graphs.compiler.counters import Counters, totals
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.recordings import MAX_RECORDINGS, Recordings, recordable
@@ -303,6 +304,63 @@ def test_forgetting_drops_what_a_recording_holds(network):
     assert held() is None
 
 
+def test_they_end_with_a_sampling_whose_memory_others_may_take(network):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    recordings.rest()
+    assert python_calls(recordings, network, x()) == 1
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """As if memory were lent to recordings while they run; the list has an item for each time it was given back."""
+    returned = []
+    monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(module, "return_lent_memory", returned.append)
+    return returned
+
+
+def test_they_outlive_a_sampling_where_their_memory_is_lent(network, lent):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    recordings.rest()
+    assert lent == [torch.device("cpu")]
+    assert python_calls(recordings, network, x()) == 0
+    change_weight(network)
+    recordings.rest()
+    assert python_calls(recordings, network, x()) == 1
+
+
+def test_of_those_that_outlive_a_sampling_the_unused_make_room(network, lent):
+    recordings = serving(network)
+    for batch in range(1, MAX_RECORDINGS + 1):
+        assert replayed(recordings, network, x(batch))
+    recordings.rest()
+    assert python_calls(recordings, network, x(1)) == 0
+    assert replayed(recordings, network, x(MAX_RECORDINGS + 1))
+    assert python_calls(recordings, network, x(1)) == 0
+    assert python_calls(recordings, network, x(2)) == 1
+    assert len(recordings._calls) == MAX_RECORDINGS
+
+
+def test_what_could_not_be_recorded_is_tried_again_in_the_next_sampling(network, lent):
+    recordings = serving(network, lambda call, pool: 1 / 0)
+    for _ in range(3):
+        python_calls(recordings, network, x())
+    recordings._record = uncounted
+    assert not replayed(recordings, network, x())
+    recordings.rest()
+    assert replayed(recordings, network, x())
+
+
+def test_other_arithmetic_is_another_call(network, lent):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    with torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark):
+        assert python_calls(recordings, network, x()) == 1
+    assert python_calls(recordings, network, x()) == 0
+
+
 def test_the_recordings_do_not_keep_the_network(network):
     recordings = serving(network)
     assert replayed(recordings, network, x())
@@ -431,7 +489,8 @@ def test_random_numbers_go_on_as_they_would_have():
 
 
 @on_gpu
-def test_memory_of_recordings_comes_back():
+@pytest.mark.parametrize("end", ["rest", "forget"])
+def test_memory_of_recordings_comes_back(end):
     network = Network(GPU)
     device = network.inner.weight.device
     recordings = Recordings(network, Options(), Counters(), device)
@@ -442,9 +501,10 @@ def test_memory_of_recordings_comes_back():
     network(torch.ones(2, 4, device=device))
     item = torch.randn(1 << 20, 4, device=device)
     before = used()
-    for _ in range(3):
-        recordings.serve(narrow, (item,), {})
-    assert recordings._counters.replays == 1
-    assert used() > before + (16 << 20)
-    recordings.forget()
-    assert used() <= before + (2 << 20)
+    for _ in range(2):
+        for _ in range(3):
+            recordings.serve(narrow, (item,), {})
+        assert recordings._counters.replays
+        assert used() > before + (16 << 20)
+        getattr(recordings, end)()
+        assert used() <= before + (20 << 20 if recordings._calls else 2 << 20)  # a recording keeps its input

@@ -128,7 +128,7 @@ class OneFlowBackend:
     """Satisfies `Backend`."""
 
     name = "oneflow"
-    recordable = False
+    recording = None
     """OneFlow has streams of its own, and waits for them."""
     grows = True
     """By a compiled job for each size that turns up."""

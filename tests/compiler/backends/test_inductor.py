@@ -5,12 +5,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 
 import pytest
 import torch
 from compiled_graphs.compiler.backends import inductor
 from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.model import CompiledModel
+from compiled_graphs.compiler.recordings import Recordings
+from compiled_graphs.compiler.region import find_regions
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
@@ -18,7 +24,9 @@ from networks import (
     CPU,
     WIDTH,
     ConvolutionNetwork,
+    Stack,
     StreamNetwork,
+    TransformerBlock,
     compile_network,
     export,
     sizes,
@@ -28,6 +36,7 @@ from networks import (
 from torch._inductor import cpp_builder, exc
 
 BACKEND = InductorBackend()
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_compiler = pytest.mark.skipif(BACKEND.available(CPU) is not None, reason="no C++ compiler on this machine")
 
 
@@ -82,6 +91,75 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
             torch.testing.assert_close(network(ours, text), results, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(ours, written, atol=1e-4, rtol=1e-4)
         assert not compiled.counters.eager_calls
+
+
+def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypatch):
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    seen = []
+    monkeypatch.setattr(CachingAutotuner, "run", lambda kernel, *args, stream: seen.append((kernel, args, stream)))
+    tensor, launch = torch.ones(3), lambda: CachingAutotuner.run("kernel", tensor, 3, None, stream=7)
+    before = CachingAutotuner.run
+    with inductor.launching_by_address():
+        launch()
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+    assert CachingAutotuner.run is before
+    assert seen[0] == ("kernel", (tensor.data_ptr(), 3, None), 7)
+    assert seen[1][1][0] is tensor
+
+
+def compiled_on_gpu(network):
+    """Return the only graph of a network that was compiled for the GPU."""
+    device = next(network.parameters()).device
+    compiled = CompiledModel(network, find_regions(network), device, BACKEND, Registry(), Host())
+    compiled.prepare(lambda twin, at: twin(*(x.to(device) for x in network.inputs(at))))
+    (graph,) = compiled.graphs()
+    return graph
+
+
+@on_gpu
+def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights():
+    network = transformer().to("cuda")
+    block, graph = network.blocks[0], compiled_on_gpu(network)
+    device = block.gate.device
+    recordings = Recordings(block, Host(), Counters(), device, within=BACKEND.recording)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 9, WIDTH, device=device)
+            ours = recordings.serve(lambda x: graph(weights_of(block), [x])[0], (x,), {})
+            torch.testing.assert_close(ours, block(x), atol=1e-3, rtol=1e-3)
+            block.gate.mul_(1.5)
+    assert recordings._counters.replays == 2, recordings.reason
+
+
+class WideStack(Stack):
+    def inputs(self, at):
+        return (torch.randn(at.batch, at.tokens, 2048),)
+
+
+@on_gpu
+def test_long_rows_are_normalised_in_one_pass():
+    data = compiled_on_gpu(WideStack(TransformerBlock, width=2048, heads=32).to("cuda")).executable.to_bytes()
+    assert b"triton_per_fused" in data
+    assert b"triton_red_fused" not in data
+
+
+@on_gpu
+def test_sizes_whose_indices_do_not_fit_32_bits_are_refused():
+    spec = compiled_on_gpu(transformer().to("cuda")).spec
+    assert spec.fits([(1 << 10, 1 << 12, WIDTH)])
+    assert not spec.fits([(1 << 15, 1 << 12, WIDTH)])
+
+
+def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    with inductor._preferences():
+        assert type(V.choices) is not InductorChoices
+    assert type(V.choices) is InductorChoices
 
 
 LOADING = """

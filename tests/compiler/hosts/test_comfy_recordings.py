@@ -76,16 +76,6 @@ def test_the_node_says_how_steps_were_run(model, sample, registry):
     assert lines == ["steps as CUDA graphs", "steps without CUDA graphs: fewer than 8 steps"]
 
 
-def test_with_another_memory_allocator_steps_are_called_and_the_node_says_what_to_do(
-    model, sample, registry, monkeypatch
-):
-    told = []
-    monkeypatch.setattr(host, "uses_native_allocator", lambda device: False)
-    ours = compiled(model, on_change=told.append)
-    assert_image(sample, ours, model, 0)
-    assert told[-1].splitlines()[-1].endswith("(start ComfyUI with --disable-cuda-malloc)")
-
-
 def test_few_steps_are_not_worth_it(model, sample, registry):
     ours = compiled(model)
     sample(ours, "tiny_sd15", steps=7)

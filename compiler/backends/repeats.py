@@ -1,0 +1,190 @@
+"""Equal stretches of one graph, folded into calls of a single subgraph, so that Inductor compiles them once.
+
+A transformer of ten equal blocks is one region: between its blocks nothing is for the host to do, and kernels fuse
+across them. But what Inductor takes grows with every node, and nine of the ten tell it nothing new.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
+
+FEWEST = 4
+"""Equal stretches that are worth folding."""
+SHORTEST = 12
+"""Operators in a stretch."""
+_NAME = "repeated"
+_FIRST = frozenset({torch.ops.aten.linear.default})
+"""What a stretch begins with: a matrix product ends what can be fused anyway, so that a cut before it costs nothing."""
+
+_HANDING_ON = frozenset({torch.ops.aten.dropout.default})
+"""Returns what it is given, which its fake tensors do not show."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Consecutive nodes of a graph."""
+
+    nodes: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    """What it takes from before, in the order of use."""
+    results: tuple[int, ...]
+    """Which of its nodes others use."""
+    form: Any
+    """What two stretches have in common that compute the same function of their operands."""
+
+    @classmethod
+    def of(cls, nodes: Sequence[fx.Node]) -> _Stretch:
+        places = {node: place for place, node in enumerate(nodes)}
+        operands: dict[fx.Node, int] = {}
+
+        def reference(node: fx.Node) -> str:
+            return f"own {places[node]}" if node in places else f"operand {operands.setdefault(node, len(operands))}"
+
+        rows = [(node.target, str(fx.map_arg((node.args, node.kwargs), reference)), _form(node)) for node in nodes]
+        results = tuple(place for node, place in places.items() if any(user not in places for user in node.users))
+        form = rows, [_form(node) for node in operands], results
+        return cls(tuple(nodes), tuple(operands), results, form)
+
+    def is_pure(self) -> bool:
+        """Whether it writes to nothing, and hands on only what it has made itself: no two names for one memory."""
+        if any(node.target._schema.is_mutable for node in self.nodes if hasattr(node.target, "_schema")):
+            return False
+        results = [self.nodes[place] for place in self.results]
+        values = [node.meta["val"] for node in results]
+        if not values or not all(isinstance(value, torch.Tensor) for value in values):
+            return False
+        if any(node.target in _HANDING_ON for node in results):
+            return False
+        memory = [_memory(value) for value in values]
+        taken = {_memory(node.meta["val"]) for node in self.operands if isinstance(node.meta["val"], torch.Tensor)}
+        return len(set(memory)) == len(memory) and taken.isdisjoint(memory)
+
+
+def folded(module: fx.GraphModule) -> fx.GraphModule | None:
+    """Return an equal module in which a repeated stretch is a subgraph of its own, or None if it has none.
+
+    The subgraph is called by `torch.ops.higher_order.invoke_subgraph`, as `torch.compiler.nested_compile_region`
+    does it. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    stretches = _repeated([node for node in graph.nodes if node.op == "call_function"])
+    symbols = _symbol_nodes(graph, stretches[0]) if stretches else None
+    if symbols is None:
+        return None
+    twin = fx.GraphModule(module, graph)
+    twin.add_submodule(_NAME, fx.GraphModule(module, _subgraph(stretches[0], symbols)))
+    _call_instead(graph, stretches, symbols)
+    graph.lint()
+    twin.recompile()
+    return twin
+
+
+def _repeated(nodes: list[fx.Node]) -> list[_Stretch]:
+    """Return the equal stretches that follow each other, or nothing."""
+    period, begin, end = _longest_run([_loose_form(node) for node in nodes])
+    for first in range(begin, min(begin + period, end)):
+        cuts = range(first, end - period + 1, period)
+        if len(cuts) < FEWEST or nodes[first].target not in _FIRST:
+            continue
+        stretches = [_Stretch.of(nodes[cut : cut + period]) for cut in cuts]
+        equal = [stretch for stretch in stretches if stretch.form == stretches[0].form]
+        if len(equal) == len(stretches) and all(stretch.is_pure() for stretch in stretches):
+            return stretches
+    return []
+
+
+def _longest_run(forms: list[Any]) -> tuple[int, int, int]:
+    """Return a period, and begin and end of the longest run in which each form is that of one period before."""
+    best = (1, 0, 0)
+    for period in range(SHORTEST, len(forms) // FEWEST + 1):
+        length = 0
+        for i in range(period, len(forms)):
+            length = length + 1 if forms[i] == forms[i - period] else 0
+            if length >= (FEWEST - 1) * period and length + period > best[2] - best[1]:
+                best = (period, i + 1 - length - period, i + 1)
+    return best
+
+
+def _loose_form(node: fx.Node) -> Any:
+    """What nodes in the same place of equal stretches have in common, whatever they take."""
+    return node.target, str(fx.map_arg((node.args, node.kwargs), lambda _: "a node")), _form(node)
+
+
+def _form(node: fx.Node) -> str:
+    def describe(value: Any) -> Any:
+        return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value
+
+    return str(pytree.tree_map(describe, node.meta.get("val")))
+
+
+def _memory(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _symbol_nodes(graph: fx.Graph, stretch: _Stretch) -> list[fx.Node] | None:
+    """Return nodes for the sizes that the operands' shapes are made of; None if one of them is no size of an input.
+
+    The subgraph takes them as operands: Inductor does not read `h` and `w` off a dimension of `h * w`.
+    """
+    wanted = {str(symbol) for node in stretch.operands for symbol in _symbols(node.meta["val"])}
+    found: dict[str, fx.Node] = {}
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        for place, dim, size in _input_sizes(graph):
+            if str(size) in wanted - found.keys():
+                found[str(size)] = graph.call_function(torch.ops.aten.sym_size.int, (place, dim))
+                found[str(size)].meta["val"] = size
+    return list(found.values()) if found.keys() == wanted else None
+
+
+def _symbols(value: Any) -> set[Any]:
+    return free_symbols(value) if isinstance(value, torch.Tensor | torch.SymInt) else set()
+
+
+def _input_sizes(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, Any]]:
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
+            yield from ((node, dim, size) for dim, size in enumerate(node.meta["val"].shape))
+
+
+def _subgraph(stretch: _Stretch, symbols: list[fx.Node]) -> fx.Graph:
+    graph = fx.Graph()
+    inside: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate([*symbols, *stretch.operands]):
+        inside[node] = graph.placeholder(f"operand_{number}")
+        inside[node].meta = dict(node.meta)
+    for node in stretch.nodes:
+        inside[node] = graph.node_copy(node, inside.__getitem__)
+    graph.output(tuple(inside[stretch.nodes[place]] for place in stretch.results))
+    return graph
+
+
+def _call_instead(graph: fx.Graph, stretches: list[_Stretch], symbols: list[fx.Node]) -> None:
+    """Put calls of the subgraph in the place of the stretches."""
+    now: dict[fx.Node, fx.Node] = {}
+    for stretch in stretches:
+        operands = [now.get(node, node) for node in stretch.operands]
+        results = [stretch.nodes[place] for place in stretch.results]
+        with graph.inserting_before(stretch.nodes[0]):
+            subgraph = graph.get_attr(_NAME)
+            call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (subgraph, _NAME, *symbols, *operands))
+            call.meta["val"] = tuple(node.meta["val"] for node in results)
+            for number, node in enumerate(results):
+                now[node] = graph.call_function(operator.getitem, (call, number))
+                now[node].meta["val"] = node.meta["val"]
+        own = set(stretch.nodes)
+        for node in results:
+            node.replace_all_uses_with(now[node], delete_user_cb=lambda user, own=own: user not in own)
+        for node in reversed(stretch.nodes):
+            graph.erase_node(node)

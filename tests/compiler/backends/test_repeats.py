@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends import inductor
+from compiled_graphs.compiler.backends.inductor import Artifact, InductorBackend
+from compiled_graphs.compiler.backends.repeats import FEWEST, _Stretch, folded
+from networks import CPU, WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
+from torch import nn
+
+DEPTH = FEWEST + 2
+needs_compiler = pytest.mark.skipif(InductorBackend().available(CPU) is not None, reason="no C++ compiler here")
+
+
+class Tower(nn.Module):
+    """One region of several blocks, as a spatial transformer is, with something before and after them."""
+
+    def __init__(self, depth=DEPTH, block=TransformerBlock):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask=None):
+        y = self.first(x)
+        for block in self.blocks:
+            y = block(y, mask)
+        return x + self.last(y)
+
+
+class Towers(nn.Module):
+    """A network of two of them: blocks that stand in a list more than once are regions."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.towers = nn.ModuleList(Tower(*args, **kwargs) for _ in range(2))
+
+    def forward(self, x):
+        for tower in self.towers:
+            x = tower(x)
+        return x
+
+    def inputs(self, at):
+        return (torch.randn(at.batch, at.tokens, WIDTH),)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def graph_module(network):
+    return export(network).program.graph_module
+
+
+def calls(module):
+    return [node for node in module.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+
+
+def cases(network):
+    return [network.inputs(at)[0] for at in (sizes(batch=2, tokens=7), sizes(batch=1, tokens=33), sizes(batch=5))]
+
+
+def test_equal_blocks_of_a_region_become_one_subgraph():
+    module = graph_module(Towers())
+    twin = folded(module)
+    assert len(calls(twin)) == DEPTH - 1  # the last one is followed by something else
+    assert len(twin.graph.nodes) < len(module.graph.nodes)
+    assert not calls(module)
+
+
+def test_the_folded_graph_computes_the_same_at_every_size():
+    network = Towers()
+    twin = folded(graph_module(network))
+    for x in cases(network):
+        (ours,) = twin(*weights_of(network.towers[1]), x)
+        torch.testing.assert_close(ours, network.towers[1](x))
+
+
+def test_nothing_is_computed_twice_and_calls_take_what_the_one_before_has_made():
+    twin = folded(graph_module(Towers()))
+    for one, other in pairwise(calls(twin)):
+        assert any(user.users.keys() & {other} for user in one.users)
+    assert not any(node.users == {} for node in twin.graph.nodes if node.op == "call_function")
+
+
+class Halving(TransformerBlock):
+    """Each one of another width of its layer in between."""
+
+    count = 0
+
+    def __init__(self):
+        super().__init__()
+        Halving.count += 1
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH + Halving.count), nn.Linear(WIDTH + Halving.count, WIDTH))
+
+
+class Scaling(TransformerBlock):
+    """Each one with another constant in its code's result."""
+
+    count = 0
+
+    def __init__(self):
+        super().__init__()
+        Scaling.count += 1
+        self.scale = float(Scaling.count)
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) * self.scale
+
+
+class Writing(TransformerBlock):
+    """Writes its result into its input."""
+
+    def forward(self, x, mask=None):
+        x += super().forward(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("block", [Halving, Scaling, Writing])
+def test_blocks_that_differ_or_write_are_left_alone(block):
+    network = Tower(block=block)
+    module = torch.export.export(network, (torch.randn(2, 7, WIDTH),), strict=False).graph_module
+    assert folded(module) is None
+
+
+def test_few_blocks_and_other_networks_are_left_alone():
+    assert folded(graph_module(Towers(depth=FEWEST - 1))) is None
+    assert folded(graph_module(ConvolutionNetwork())) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "pure"),
+    [
+        (lambda x: x.relu(), True),
+        (lambda x: (x.relu(), x.exp()), True),
+        (lambda x: nn.functional.dropout(x, 0.5, training=False), False),
+        (lambda x: x.view(-1), False),
+        (lambda x: x.mul_(2) + 1, False),
+        (lambda x: (y := x.relu(), y.view(-1)), False),
+        (lambda x: x.shape[0] * 2, False),
+    ],
+)
+def test_a_stretch_is_a_subgraph_only_if_it_writes_to_nothing_and_names_no_memory_twice(function, pure):
+    class Network(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = torch.randn(3, 4)
+    program = torch.export.export(Network(), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
+    stretch = _Stretch.of([node for node in program.graph.nodes if node.op == "call_function"])
+    assert stretch.is_pure() == pure
+
+
+@needs_compiler
+def test_inductor_compiles_it_and_what_it_makes_can_be_saved():
+    network = Towers()
+    exported = export(network)
+    compiled = Artifact.compile(exported)
+    loaded = Artifact.load(compiled.to_bytes())
+    for x in cases(network):
+        for executable in (compiled, loaded):
+            (ours,) = executable(*weights_of(network.towers[1]), x)
+            torch.testing.assert_close(ours, network.towers[1](x), atol=1e-4, rtol=1e-4)
+
+
+@needs_compiler
+def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piece(monkeypatch):
+    compiling = inductor._compiled
+
+    def without_subgraphs(module):
+        if calls(module):
+            raise NotImplementedError
+        return compiling(module)
+
+    monkeypatch.setattr(inductor, "_compiled", without_subgraphs)
+    network = Towers(depth=FEWEST + 1)
+    compiled = Artifact.compile(export(network))
+    x = cases(network)[0]
+    torch.testing.assert_close(
+        compiled(*weights_of(network.towers[0]), x)[0], network.towers[0](x), atol=1e-4, rtol=1e-4
+    )
