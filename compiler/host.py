@@ -82,10 +82,13 @@ class Host:
     def unrepeatable(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
         """Return why a recorded call of the network may not stand for one with these context arguments, or None.
 
-        `literals` are the string constants of the network's code. A host that can tell also weighs whether a
-        recording pays: the second call of a kind is recorded.
+        `literals` are the string constants of the network's code.
         """
         return "a host that does not say what its calls depend on"
+
+    def steps(self, context: Mapping[str, Any]) -> int:
+        """Return how many steps the sampling has that a call with these context arguments belongs to."""
+        return 0
 
     def hook_acts(self, hook: Callable) -> bool:
         """Whether a hook on a module inside a region does anything in this call."""

@@ -35,6 +35,8 @@ from .waits import WaitWatch
 
 log = logging.getLogger(__name__)
 
+FEWEST_STEPS = 8
+"""Of a sampling that its recordings end with: to make one takes as long as two or three steps."""
 MAX_RECORDINGS = 4
 """Sizes that are recorded; where areas bring more to one sampling, those are called. They share their memory."""
 
@@ -191,7 +193,7 @@ class Recordings:
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call, made or replayed."""
         try:
-            key, tensors = self._read(args, kwargs)
+            key, tensors, steps = self._read(args, kwargs)
             self._modules.check()
         except (Unsupported, Changed) as reason:
             self.forget()
@@ -205,6 +207,9 @@ class Recordings:
             self._counters.add("replays")
             self.reason = ""
             return known.replay(tensors)
+        if steps < FEWEST_STEPS and not is_lent_memory(self._device):
+            self.reason = f"fewer than {FEWEST_STEPS} steps"
+            return call(*args, **kwargs)
         if known is self:
             return self._call_first(key, call, args, kwargs)
         if known is None:
@@ -217,7 +222,7 @@ class Recordings:
         if not is_lent_memory(self._device):
             self.forget()
             return
-        self._calls = {key: call for key, call in self._calls.items() if isinstance(call, _Recorded)}
+        self._calls = {key: call for key, call in self._calls.items() if not isinstance(call, str)}  # to be tried again
         if self._calls:
             return_lent_memory(self._device)
 
@@ -231,8 +236,11 @@ class Recordings:
         if has_recorded and is_lent_memory(self._device):
             return_lent_memory(self._device)
 
-    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-        """Return what tells this call from others, and its tensors. Raises Unsupported if it is not to be recorded."""
+    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor], int]:
+        """Return what tells this call from others, its tensors, and how many steps its sampling has.
+
+        Raises Unsupported if it is not to be recorded.
+        """
         names = self._host.context_arguments
         context = {name: args[i] for i, name in self._context_places.items() if i < len(args)}
         context |= {name: kwargs[name] for name in names & kwargs.keys()}
@@ -247,7 +255,7 @@ class Recordings:
         )
         if any(t.device != self._device for t in tensors):
             raise Unsupported("an input on another device")
-        return key, tensors
+        return key, tensors, self._host.steps(context)
 
     def _is_unchanged(self) -> bool:
         return totals.retired == self._retired and self._tensors is not None and self._tensors.holds()

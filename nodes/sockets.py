@@ -35,8 +35,7 @@ CUDA_GRAPHS = (
     {
         "default": True,
         "tooltip": "On NVIDIA GPUs, record a step once per image size and replay it: fast also where the CPU is slow. "
-        "Patched models, weights that do not fit the GPU and fewer than 8 steps run without. Needs the memory of a "
-        "step while sampling.",
+        "Patched models and weights that do not fit the GPU run without. Needs the memory of a step while sampling.",
     },
 )
 

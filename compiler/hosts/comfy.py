@@ -54,8 +54,6 @@ _BOOKKEEPING = frozenset(
     {"block", "block_index", "activations_shape", "original_shape", "transformer_index", "patches", "patches_replace"}
 )
 
-_STEPS_WORTH_RECORDING = 8
-"""A recording takes as long as two or three calls, once in each sampling."""
 _RECORDINGS_KEY = "compiled_graphs.recordings"
 
 
@@ -119,11 +117,10 @@ class ComfyHost(Host):
         return None
 
     def unrepeatable(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
-        """Within a sampling of enough steps, what no patch, wrapper or option that the network looks up can change."""
+        """A step that no patch, wrapper or option that the network looks up can change."""
         options = context.get("transformer_options") or {}
-        sigmas = options.get("sample_sigmas")
-        if sigmas is None or len(sigmas) - 1 < _STEPS_WORTH_RECORDING:
-            return f"fewer than {_STEPS_WORTH_RECORDING} steps"
+        if self.steps(context) < 1:
+            return "a call outside of a sampling"
         if comfy_deep_cache.MARK in options:
             return "DeepCache, whose steps are not alike"
         if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
@@ -131,6 +128,10 @@ class ComfyHost(Host):
         if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
             return "a wrapper of the network"
         return self.reaches(context, literals)
+
+    def steps(self, context: Mapping[str, Any]) -> int:
+        sigmas = (context.get("transformer_options") or {}).get("sample_sigmas")
+        return 0 if sigmas is None else len(sigmas) - 1
 
     def check_cancelled(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()

@@ -10,7 +10,7 @@ import torch
 from compiled_graphs.compiler import recordings as module
 from compiled_graphs.compiler.counters import Counters, totals
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.recordings import MAX_RECORDINGS, Recordings, recordable
+from compiled_graphs.compiler.recordings import FEWEST_STEPS, MAX_RECORDINGS, Recordings, recordable
 from recorders import Repeated
 from torch import nn
 
@@ -42,6 +42,9 @@ class Options(Host):
 
     def unrepeatable(self, context, literals):
         return (context.get("options") or {}).get("reason")
+
+    def steps(self, context):
+        return (context.get("options") or {}).get("steps", FEWEST_STEPS)
 
 
 def uncounted(call, pool):
@@ -329,6 +332,21 @@ def test_they_outlive_a_sampling_where_their_memory_is_lent(network, lent):
     change_weight(network)
     recordings.rest()
     assert python_calls(recordings, network, x()) == 1
+
+
+def test_few_steps_pay_for_a_recording_only_where_it_outlives_them(network, monkeypatch):
+    few = {"options": {"steps": FEWEST_STEPS - 1}}
+    recordings = serving(network)
+    assert [python_calls(recordings, network, x(), **few) for _ in range(4)] == [1, 1, 1, 1]
+    assert recordings.reason == f"fewer than {FEWEST_STEPS} steps"
+    monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(module, "return_lent_memory", lambda device: None)
+    recordings = serving(network)
+    calls = []
+    for _ in range(4):  # samplings of a single step
+        calls.append(python_calls(recordings, network, x(), **few))
+        recordings.rest()
+    assert calls == [1, 2, 0, 0]
 
 
 def test_of_those_that_outlive_a_sampling_the_unused_make_room(network, lent):

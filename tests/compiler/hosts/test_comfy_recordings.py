@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from compiled_graphs.compiler import recordings as recordings_module
 from compiled_graphs.compiler.hosts import comfy as host
 from compiled_graphs.compiler.recordings import Recordings
 from recorders import repeat
@@ -57,7 +58,13 @@ def test_steps_are_replayed_and_the_image_is_eagers(name, load, sample, registry
     assert_image(sample, ours, model, STEPS - 2, name, height=16, batch=2)
 
 
-def test_recordings_end_with_the_sampling(model, sample, registry):
+@pytest.fixture
+def own_memory(monkeypatch):
+    """As with PyTorch's own allocator, whose recordings end with a sampling."""
+    monkeypatch.setattr(recordings_module, "is_lent_memory", lambda device: False)
+
+
+def test_recordings_end_with_the_sampling(model, sample, registry, own_memory):
     ours = compiled(model)
     sample(ours, "tiny_sd15", steps=STEPS)
     recordings = ours.object_patches["diffusion_model.forward"].recordings
@@ -66,7 +73,7 @@ def test_recordings_end_with_the_sampling(model, sample, registry):
     assert recordings._tensors is None
 
 
-def test_the_node_says_how_steps_were_run(model, sample, registry):
+def test_the_node_says_how_steps_were_run(model, sample, registry, own_memory):
     told = []
     ours = compiled(model, on_change=told.append)
     sample(ours, "tiny_sd15", steps=STEPS)
@@ -76,10 +83,25 @@ def test_the_node_says_how_steps_were_run(model, sample, registry):
     assert lines == ["steps as CUDA graphs", "steps without CUDA graphs: fewer than 8 steps"]
 
 
-def test_few_steps_are_not_worth_it(model, sample, registry):
+def test_few_steps_are_not_worth_a_recording_that_ends_with_them(model, sample, registry, own_memory):
     ours = compiled(model)
     sample(ours, "tiny_sd15", steps=7)
     assert counters(ours).replays == 0
+
+
+def test_few_steps_are_replayed_where_recordings_outlive_a_sampling(model, sample, registry, monkeypatch):
+    monkeypatch.setattr(recordings_module, "is_lent_memory", lambda device: True)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(recordings_module, "return_lent_memory", lambda device: None)
+    ours = compiled(model)
+    replays = []
+    for seed in range(5):
+        before = counters(ours).replays
+        expected = sample(model, "tiny_sd15", steps=1, seed=seed)
+        image = sample(ours, "tiny_sd15", steps=1, seed=seed)
+        assert ((image - expected).norm() / expected.norm()).item() <= BOUND
+        replays.append(counters(ours).replays - before)
+    assert replays == [0, 0, 0, 1, 1]  # checked, undisturbed, recorded
 
 
 def test_the_switch_turns_them_off(model, sample, registry):
