@@ -54,7 +54,7 @@ class GraphSpec:
     weights: tuple[WeightSpec, ...]
     inputs: tuple[InputSpec, ...]
     guards: tuple[str, ...]
-    """Relations between symbols that tracing and compiling relied on."""
+    """Relations between symbols that tracing relied on, and compilers rely on."""
     mutated: tuple[int, ...]
     """Inputs the region writes to."""
     outputs: tuple[bool, ...]

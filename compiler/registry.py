@@ -118,8 +118,7 @@ class _Wanted:
 
 def _compile(wanted: _Wanted) -> tuple[GraphSpec, Executable]:
     exported = export_region(wanted.variant, wanted.host)
-    executable = wanted.backend.compile(exported)
-    return exported.spec_once_compiled(), executable
+    return exported.spec, wanted.backend.compile(exported)
 
 
 class Registry:

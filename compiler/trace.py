@@ -26,6 +26,7 @@ from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
 
+MAX_ELEMENTS = 2**31 - 1
 MAX_HINT = 2**20
 """Bound for example sizes that come from a file."""
 
@@ -93,11 +94,6 @@ class ExportedRegion:
 
     program: torch.export.ExportedProgram
     spec: GraphSpec
-
-    def spec_once_compiled(self) -> GraphSpec:
-        """Return the spec with what the compiler, too, came to rely on: Inductor, that indices fit into 32 bits."""
-        guards = dict.fromkeys([*self.spec.guards, *_guards(_placeholders(self.program)[len(self.spec.weights) :])])
-        return replace(self.spec, guards=tuple(guards))
 
 
 class _PureRegion(nn.Module):
@@ -196,7 +192,8 @@ def _spec(
     formats: list[str],
     mutated: tuple[int, ...],
 ) -> GraphSpec:
-    inputs = _placeholders(program)[len(weights) :]
+    placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders[len(weights) :]
     return GraphSpec(
         region=type(variant.module).__name__,
         device=str(variant.device),
@@ -205,15 +202,11 @@ def _spec(
             InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt, hints, symbolic)
             for t, fmt, hints, symbolic in zip(inputs, formats, variant.hints, variant.symbolic, strict=True)
         ),
-        guards=_guards(inputs),
+        guards=(*_guards(inputs), *(_limits(program) if variant.device.type != "cpu" else ())),
         mutated=mutated,
         outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
         tree=pytree.treespec_dumps(program.call_spec.out_spec),
     )
-
-
-def _placeholders(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
 
 
 def _size(size: int | torch.SymInt) -> int | str:
@@ -226,6 +219,20 @@ def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
         environment.replace(guard.expr) for environment in environments.values() for guard in environment.guards
     ]
     return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in expressions if e != True))  # noqa: E712  sympy
+
+
+def _limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Return that no tensor has more values than 32 bits can count, which is how compiled GPU kernels index.
+
+    A decoder's widest map has 256 times as many values as the image has pixels: a batch of eight at 1024x1024 has
+    too many. Compilers note the like while they compile, but not where they find the result in a cache of theirs.
+    """
+    most: dict[Any, int] = {}
+    for value in pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes]):
+        if isinstance(value, torch.Tensor) and isinstance(numel := value.numel(), torch.SymInt):
+            factor, symbols = numel.node.expr.as_coeff_Mul()
+            most[symbols] = max(most.get(symbols, 0), int(factor))
+    return tuple(f"{PythonPrinter().doprint(factor * symbols)} <= {MAX_ELEMENTS}" for symbols, factor in most.items())
 
 
 def _is_tensor(argument: Any) -> bool:

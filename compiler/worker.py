@@ -128,8 +128,7 @@ def _make(order: Order, host: Host) -> Made:
     if fingerprint(variant.module, host) != variant.fingerprint:
         return Made(error="code that is another one in a process of its own")
     exported = export_region(variant, host)
-    executable = backend.compile(exported).to_bytes()
-    return Made(exported.spec_once_compiled(), executable)
+    return Made(exported.spec, backend.compile(exported).to_bytes())
 
 
 def _warm_up(backend: Backend, device: torch.device) -> None:

@@ -9,14 +9,13 @@ import weakref
 import pytest
 import torch
 from compiled_graphs.compiler import registry as registry_module
-from compiled_graphs.compiler import worker
 from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.graph_file import StoredGraph
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
-from networks import WIDTH, ConvolutionNetwork, call, compile_network, install, said, sizes, transformer, variants_of
+from networks import ConvolutionNetwork, call, compile_network, install, said, sizes, transformer, variants_of
 
 
 class SlowBackend(EagerBackend):
@@ -36,15 +35,6 @@ class UnsavableBackend(EagerBackend):
         return executable
 
 
-class NarrowBackend(EagerBackend):
-    """Relies on there being few tokens, as Inductor relies on indices that fit into 32 bits."""
-
-    def compile(self, exported):
-        x = [node.meta["val"] for node in exported.program.graph.nodes if node.op == "placeholder"][-1]
-        assert x.shape[1] * WIDTH <= 40 * WIDTH
-        return super().compile(exported)
-
-
 class OtherVersion(EagerBackend):
     def environment(self, device):
         return super().environment(device) | {"torch": "another"}
@@ -60,21 +50,6 @@ def test_a_graph_wanted_twice_is_compiled_once(registry):
     again, again_source = obtain(registry, transformer())
     assert (source, again_source) == ("compiled", "memory")
     assert again is first
-
-
-def test_what_the_compiler_relies_on_is_a_guard(registry):
-    shapes = [(2, 40, WIDTH)], [(2, 41, WIDTH)]
-    for backend, fits in ((EagerBackend(), [True, True]), (NarrowBackend(), [True, False])):
-        entry, _ = obtain(Registry(), transformer(), backend)
-        assert [entry.graph.spec.fits(shape) for shape in shapes] == fits
-
-
-def test_what_a_workers_compiler_relies_on_is_a_guard(monkeypatch):
-    monkeypatch.setitem(worker.BACKENDS, "narrow", NarrowBackend())
-    (variant,) = variants_of(transformer())
-    made = worker._make(worker.Order.of(variant, variant.module, "narrow"), Host())
-    assert not made.error
-    assert not made.spec.fits([(2, 41, WIDTH)])
 
 
 def test_where_a_graph_came_from_is_counted(registry, tmp_path):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.signature import Unsupported
-from compiled_graphs.compiler.trace import export_region
+from compiled_graphs.compiler.trace import _limits, export_region
 from networks import (
     ConvolutionNetwork,
     DictBlock,
@@ -72,6 +74,16 @@ def test_what_tracing_relied_on_becomes_a_guard():
     assert spec.fits(shapes((2, 8, 16)))
     assert not spec.fits(shapes((2, 9, 16)))
     assert not spec.fits(shapes((2, 102, 16)))
+
+
+def test_a_tensor_of_more_values_than_32_bits_count_is_none_for_a_graph_of_a_gpu():
+    exported = export(ConvolutionNetwork())
+    spec = replace(exported.spec, guards=_limits(exported.program))
+    side = 2**14
+    for batch, height, fits in ((1, side // 2, True), (2, side // 2, False), (1, side - 1, True), (1, side, False)):
+        size = shapes((batch, 8, height, side), (batch, 12))
+        assert exported.spec.fits(size)
+        assert spec.fits(size) == fits
 
 
 @pytest.mark.parametrize(("network", "mutated"), [(StreamNetwork(), (0,)), (transformer(), ())])

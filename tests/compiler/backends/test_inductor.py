@@ -15,7 +15,7 @@ from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.model import CompiledModel
-from compiled_graphs.compiler.recordings import Recordings
+from compiled_graphs.compiler.recordings import FEWEST_STEPS, Recordings
 from compiled_graphs.compiler.region import find_regions
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
@@ -119,12 +119,20 @@ def compiled_on_gpu(network):
     return graph
 
 
+class Repeating(Host):
+    def unrepeatable(self, context, literals):
+        return None
+
+    def steps(self, context):
+        return FEWEST_STEPS
+
+
 @on_gpu
 def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights():
     network = transformer().to("cuda")
     block, graph = network.blocks[0], compiled_on_gpu(network)
     device = block.gate.device
-    recordings = Recordings(block, Host(), Counters(), device, within=BACKEND.recording)
+    recordings = Recordings(block, Repeating(), Counters(), device, within=BACKEND.recording)
     with torch.no_grad():
         for _ in range(4):
             x = torch.randn(2, 9, WIDTH, device=device)
