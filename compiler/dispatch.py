@@ -333,7 +333,9 @@ class RegionForward:
         if error is None:
             written = [plan.order[i] for i in spec.mutated]
             error = disagreement(
-                [*_tensors(ours), *(copies[i] for i in written)], [*_tensors(theirs), *(tensors[i] for i in written)]
+                [*_tensors(ours), *(copies[i] for i in written)],
+                [*_tensors(theirs), *(tensors[i] for i in written)],
+                plan.entry.graph.precision,
             )
         self._counters.add("verifications")
         if error is None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _TRACING = (
     "attention",
+    "backends/float8",
     "backends/inductor",
     "backends/repeats",
     "layout",

@@ -151,6 +151,11 @@ class CompiledGraph(GraphIdentity):
 
     executable: Executable
 
+    @cached_property
+    def precision(self) -> torch.dtype | None:
+        """The dtype that it computes in, if that is coarser than what it is given; its backend says so."""
+        return getattr(torch, self.environment["precision"]) if "precision" in self.environment else None
+
     def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the region's output tensors, in the order of `spec.outputs`."""
         return self.executable(*weights, *inputs)

@@ -1,8 +1,8 @@
 """The compilers a region's graph can go to.
 
-`inductor` is what people want; `eager` runs the exported graph as it is and is the reference that tests
-use; `oneflow` is for GPUs and environments that Inductor does not serve. Adding one means one module with a
-class that satisfies `Backend`, and one entry in `BACKENDS`.
+`inductor` is what people want; `inductor_fp8` is faster on some GPUs and less exact; `eager` runs the exported graph as
+it is and is the reference that tests use; `oneflow` is for GPUs and environments that Inductor does not serve. Adding
+one means one module with a class that satisfies `Backend`, and one entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import torch
 
 from .base import Backend
 from .eager import EagerBackend
+from .float8 import Float8Backend
 from .inductor import InductorBackend
 from .oneflow import OneFlowBackend
 
-_all = (InductorBackend(), EagerBackend(), OneFlowBackend())
+_all = (InductorBackend(), Float8Backend(), EagerBackend(), OneFlowBackend())
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _all}
 AUTO = "auto"
 NAMES = [AUTO, *BACKENDS]

@@ -83,6 +83,14 @@ def test_an_empty_output_agrees():
     assert disagreement([torch.ones(0, 3)], [torch.ones(0, 3)]) is None
 
 
+def test_a_graph_that_computes_in_a_coarser_dtype_may_err_as_that_does():
+    theirs = torch.ones(100, dtype=torch.float16)
+    ours = theirs * 1.1
+    assert disagreement([ours], [theirs])
+    assert disagreement([ours], [theirs], torch.float8_e4m3fn) is None
+    assert disagreement([theirs * 1.5], [theirs], torch.float8_e4m3fn)
+
+
 def test_a_complex_output_is_compared_within_the_bound_too():
     theirs = torch.ones(3, dtype=torch.complex64)
     assert disagreement([theirs * (1 + 1e-5)], [theirs]) is None

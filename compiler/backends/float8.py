@@ -1,0 +1,110 @@
+"""Inductor with the matrix products of large linear layers in float8: faster on Ada and Hopper, and less exact.
+
+Both factors of a product are rounded to float8 in the graph, at every call, each row by a scale of its own
+(Micikevicius et al., FP8 Formats for Deep Learning, 2022). So weights stay what and where they are: a LoRA shows in the
+next step, and no second copy of a model has to be kept or kept up to date. That is also why torchao's quantised tensors
+do not serve here; they replace a model's weights. Rounding a weight costs as much as a thousand rows gain, or more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import Executable
+from ..trace import ExportedRegion
+from .inductor import InductorBackend
+
+DTYPE = torch.float8_e4m3fn
+FEWEST_WEIGHTS = 2**20
+"""Of a layer that is worth it."""
+FEWEST_ROWS = 512
+"""In the example that a graph is traced with, a seventh of what an image of 1024x1024 has. Texts have tens there."""
+OLDEST_CAPABILITY = (8, 9)
+
+_aten = torch.ops.aten
+
+
+class Float8Backend(InductorBackend):
+    """Satisfies `Backend`."""
+
+    name = "inductor_fp8"
+
+    def available(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+            return "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
+        return super().available(device)
+
+    def environment(self, device: torch.device) -> dict[str, str]:
+        return super().environment(device) | {"precision": str(DTYPE).removeprefix("torch.")}
+
+    def compile(self, exported: ExportedRegion) -> Executable:
+        round_products(exported.program.graph_module)
+        return super().compile(exported)
+
+
+def round_products(module: fx.GraphModule) -> int:
+    """Have large linear layers of a graph multiply in float8; return how many.
+
+    Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
+    """
+    chosen = [node for node in module.graph.nodes if node.target is _aten.linear.default and _is_worth_it(node)]
+    for node in chosen:
+        with module.graph.inserting_before(node):
+            product = _product(module.graph, *node.args, *([None] if len(node.args) == 2 else []))
+        node.replace_all_uses_with(product)
+        module.graph.erase_node(node)
+    module.recompile()
+    return len(chosen)
+
+
+def _is_worth_it(node: fx.Node) -> bool:
+    x, weight = node.args[0].meta["val"], node.args[1].meta["val"]
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != weight.dtype or x.ndim < 3:
+        return False
+    if weight.shape[0] % 16 or weight.shape[1] % 16 or weight.numel() < FEWEST_WEIGHTS:
+        return False
+    return math.prod(_hint(size) for size in x.shape[:-1]) >= FEWEST_ROWS
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _product(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """Add nodes for x @ weight.T + bias. x: [..., inputs], weight: [outputs, inputs], bias: [outputs]."""
+    like = x.meta["val"]
+    outputs, inputs = weight.meta["val"].shape
+    rows, row_scales = _rounded(graph, _node(graph, _aten.reshape.default, x, [-1, inputs]))
+    columns, column_scales = _rounded(graph, weight)
+    columns, column_scales = (_node(graph, _aten.t.default, each) for each in (columns, column_scales))
+    # Rows with scales of their own come out as bfloat16 from all kernels, and as float16 from some.
+    options = (None, None, torch.bfloat16, True)
+    result = _node(graph, _aten._scaled_mm.default, rows, columns, row_scales, column_scales, *options)
+    result = _node(graph, _aten.to.dtype, result, like.dtype)
+    if bias is not None:
+        result = _node(graph, _aten.add.Tensor, result, bias)
+    sizes = [_node(graph, _aten.sym_size.int, x, dim) for dim in range(like.ndim - 1)]
+    return _node(graph, _aten.reshape.default, result, [*sizes, outputs])
+
+
+def _rounded(graph: fx.Graph, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Return [n, k] as float8, and what to multiply its rows with: [n, 1]."""
+    wide = _node(graph, _aten.to.dtype, rows, torch.float32)
+    largest = _node(graph, _aten.amax.default, _node(graph, _aten.abs.default, wide), [1], True)
+    limit = torch.finfo(DTYPE).max
+    scales = _node(graph, _aten.div.Tensor, _node(graph, _aten.clamp_min.default, largest, 1e-12), limit)
+    scaled = _node(graph, _aten.clamp.default, _node(graph, _aten.div.Tensor, wide, scales), -limit, limit)
+    return _node(graph, _aten.to.dtype, scaled, DTYPE), scales
+
+
+def _node(graph: fx.Graph, target: Any, first: fx.Node, *others: Any) -> fx.Node:
+    """Add a call, with what it gives for fake tensors."""
+    node = graph.call_function(target, (first, *others))
+    with first.meta["val"].fake_mode:
+        values = fx.map_arg(node.args, lambda each: each.meta["val"])
+        node.meta["val"] = target(*values)
+    return node

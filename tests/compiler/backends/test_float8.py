@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.backends.float8 import FEWEST_ROWS, Float8Backend, round_products
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.model import CompiledModel
+from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.verify import BOUNDS, relative_error
+from networks import CPU, compile_network
+from torch import nn
+
+WIDTH = 1024
+BACKEND = Float8Backend()
+on_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or BACKEND.available(torch.device("cuda")) is not None, reason="no GPU with float8"
+)
+
+
+class Layers(nn.Module):
+    """A block with a layer of each kind that is told apart."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.small = nn.Linear(WIDTH, 64)
+        self.odd = nn.Linear(WIDTH, WIDTH + 8)
+        self.modulation = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.wide(x) * (1 + self.modulation(x.mean(1))[:, None])
+        return y + self.small(y).mean(-1, keepdim=True) + self.odd(y).mean(-1, keepdim=True)
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Layers() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def inputs(self, at):
+        return (torch.randn(at.batch, 48 * at.tokens, WIDTH, dtype=torch.float16),)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def traced(network, rows=FEWEST_ROWS, dtype=torch.bfloat16):
+    """Return a graph of a network in this dtype, traced with this many rows."""
+    network = network.to(dtype)
+    x = torch.randn(2, rows // 2, WIDTH, dtype=dtype)
+    program = torch.export.export(
+        network, (x,), dynamic_shapes=(dict.fromkeys((0, 1), torch.export.Dim.AUTO),), strict=False
+    )
+    return program.graph_module, [*network.parameters()]
+
+
+def products(module):
+    return [node for node in module.graph.nodes if node.target is torch.ops.aten._scaled_mm.default]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_large_layer_multiplies_in_float8_and_the_others_as_they_did(dtype, bias):
+    network = Layers(bias)
+    module, weights = traced(network, dtype=dtype)
+    assert round_products(module) == 1
+    assert len(products(module)) == 1
+    for batch, tokens in ((2, 7), (1, 300), (3, 1)):
+        x = torch.randn(batch, tokens, WIDTH, dtype=dtype)
+        (ours,), theirs = module(*weights, x), network(x)
+        assert ours.dtype == dtype
+        assert ours.shape == theirs.shape
+        assert 1e-3 < relative_error(ours, theirs) < BOUNDS[torch.float8_e4m3fn] / 2
+
+
+def test_rows_of_zeros_and_rows_of_any_size_keep_their_scale():
+    network = Layers()
+    module, weights = traced(network)
+    round_products(module)
+    x = torch.randn(1, 4, WIDTH).to(torch.bfloat16) * torch.tensor([0, 1e-4, 1, 1e3])[None, :, None].to(torch.bfloat16)
+    (ours,), theirs = module(*weights, x), network(x)
+    for row in range(4):
+        assert ours[0, row].isfinite().all()
+        assert relative_error(ours[0, row], theirs[0, row]) < BOUNDS[torch.float8_e4m3fn] / 2
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(FEWEST_ROWS - 2, torch.bfloat16), (FEWEST_ROWS, torch.float32)])
+def test_few_rows_and_other_dtypes_are_left_alone(rows, dtype):
+    module, _ = traced(Layers(), rows, dtype)
+    assert round_products(module) == 0
+    assert not products(module)
+
+
+class Rounding(EagerBackend):
+    """The graph of the float8 backend, run operator by operator."""
+
+    def environment(self, device):
+        return super().environment(device) | {"precision": "float8_e4m3fn"}
+
+    def compile(self, exported):
+        assert round_products(exported.program.graph_module)
+        return super().compile(exported)
+
+
+class Hiding(Rounding):
+    """Does not say that it rounds."""
+
+    def environment(self, device):
+        return EagerBackend.environment(self, device)
+
+
+@pytest.mark.parametrize(("backend", "retired"), [(Rounding(), 0), (Hiding(), 1)])
+def test_a_graph_is_checked_within_what_its_backend_says_of_its_precision(backend, retired):
+    network = Network().half()
+    compiled = compile_network(network, Registry(), backend)
+    x = torch.randn(2, 40, WIDTH, dtype=torch.float16)
+    for _ in range(2):
+        network(x)
+    assert compiled.counters.retired == retired
+
+
+def test_it_says_what_it_needs():
+    assert BACKEND.available(CPU).startswith("Products in float8 need an NVIDIA GPU")
+
+
+@on_gpu
+def test_on_a_gpu_it_is_near_eager_at_every_size():
+    network = Network().half().to("cuda")
+    device = next(network.parameters()).device
+    expected = {tokens: torch.randn(2, tokens, WIDTH, dtype=torch.float16, device=device) for tokens in (40, 400)}
+    theirs = {tokens: network(x) for tokens, x in expected.items()}
+    compiled = CompiledModel(network, find_regions(network), device, BACKEND, Registry(), Host())
+    compiled.prepare(lambda twin, at: twin(*(x.to(device) for x in network.inputs(at))))
+    for path, forward in compiled.forwards().items():
+        network.get_submodule(path).forward = forward
+    for tokens, x in expected.items():
+        for _ in range(2):
+            ours = network(x)
+        assert 1e-3 < relative_error(ours, theirs[tokens]) < BOUNDS[torch.float8_e4m3fn]
+    assert not compiled.counters.eager_calls
