@@ -56,7 +56,7 @@ def test_every_input_and_output_is_explained(server):
     assert info["display_name"] == "Compile Model"
     assert info["input"]["required"]["model"][0] == "MODEL"
     assert info["output"] == ["MODEL"]
-    assert info["input"]["optional"]["backend"][0] == ["auto", "inductor", "eager", "oneflow"]
+    assert info["input"]["optional"]["backend"][0] == ["auto", "inductor", "inductor_fp8", "eager", "oneflow"]
     inputs = {**info["input"]["required"], **info["input"]["optional"]}
     assert all(spec[1]["tooltip"] for spec in inputs.values())
     assert info["description"]
