@@ -204,9 +204,15 @@ class Recordings:
         self._used.add(key)
         known = self._calls.get(key, self)
         if isinstance(known, _Recorded):
+            try:
+                result = known.replay(tensors)
+            except RuntimeError as error:  # others can have taken the memory since the sampling before
+                self.forget()
+                self.reason = _one_line(error)
+                return call(*args, **kwargs)
             self._counters.add("replays")
             self.reason = ""
-            return known.replay(tensors)
+            return result
         if steps < FEWEST_STEPS and not is_lent_memory(self._device):
             self.reason = f"fewer than {FEWEST_STEPS} steps"
             return call(*args, **kwargs)
@@ -299,7 +305,7 @@ class Recordings:
                 result = recorded.replay([t.clone() for t in recorded.inputs])
                 error = None if form is not None else disagreement(_tensors(result), _tensors(expected))
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
-            error = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            error = _one_line(raised)
         if error is None:
             self._counters.add("recordings")
             self._proven[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
@@ -376,6 +382,10 @@ def _arithmetic() -> tuple[Any, ...]:
         convolutions.benchmark,
         convolutions.deterministic,
     )
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

@@ -371,6 +371,23 @@ def test_what_could_not_be_recorded_is_tried_again_in_the_next_sampling(network,
     assert replayed(recordings, network, x())
 
 
+def test_a_recording_that_finds_no_memory_any_more_is_made_anew(network, lent, monkeypatch):
+    recordings = serving(network)
+    assert replayed(recordings, network, x())
+    recordings.rest()
+    (recorded,) = recordings._calls.values()
+
+    def fail():
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory\nTried to allocate")
+
+    monkeypatch.setattr(recorded.recording, "replay", fail)
+    item = x()
+    torch.testing.assert_close(recordings.serve(network, (item,), {}), network(item))
+    assert recordings.reason == "OutOfMemoryError: CUDA out of memory"
+    assert replayed(recordings, network, x())
+    assert recordings.reason == ""
+
+
 def test_other_arithmetic_is_another_call(network, lent):
     recordings = serving(network)
     assert replayed(recordings, network, x())
