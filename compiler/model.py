@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
 import weakref
@@ -18,7 +20,7 @@ from .backends.base import Backend
 from .background import Background
 from .counters import Counters, totals
 from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
-from .environment import environment
+from .environment import environment, probing_version
 from .fingerprint import fingerprint
 from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
@@ -337,9 +339,25 @@ class CompiledModel:
             return self._registry.run("probe", lambda: self._wanted(call))
         model = self._model()
         state = name, self._device, tuple(self._fingerprints.items())
-        wanted = self._registry.wanted(model, state, lambda: self._registry.run("probe", lambda: self._wanted(call)))
+        wanted = self._registry.wanted(
+            model,
+            state,
+            self._device,
+            lambda: self._registry.run("probe", lambda: self._wanted(call)),
+            lambda: self._note_name(name),
+        )
         modules = {identity: model.get_submodule(path) for path, identity in self._fingerprints.items()}
-        return [replace(variant, module=modules[variant.fingerprint]) for variant in wanted]
+        known = [variant for variant in wanted if variant.fingerprint in modules]  # a note is anybody's
+        return [replace(variant, module=modules[variant.fingerprint]) for variant in known]
+
+    def _note_name(self, name: str) -> str:
+        """Return a digest of what the graphs depend on that a call wants; nothing if the model has no fingerprint."""
+        try:
+            network = fingerprint(self._model(), self._host)
+        except Exception:  # only its regions have to bear being looked at
+            return ""
+        record = [name, str(self._device), network, sorted(self._fingerprints.items()), probing_version()]
+        return hashlib.sha256(json.dumps([*record, torch.__version__]).encode()).hexdigest()
 
     def _wanted(self, call: ModelCall) -> list[Variant]:
         model = self._model()

@@ -6,6 +6,7 @@ hold no weights and are kept strongly, within a bound; models are held weakly.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -63,6 +64,14 @@ class Store(Protocol):
 
     def entries(self) -> list[StoreEntry]:
         """Return the graph files. Raises OSError if the place cannot be listed."""
+        ...
+
+    def note(self, name: str) -> bytes | None:
+        """Return what was noted under a name. It need not be trusted."""
+        ...
+
+    def put_note(self, name: str, data: bytes) -> None:
+        """Note a little that a process found out, for those after it."""
         ...
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
@@ -139,15 +148,41 @@ class Registry:
         self._lock = threading.RLock()
         self._wanted: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[Variant]]] = weakref.WeakKeyDictionary()
 
-    def wanted(self, model: nn.Module, state: Hashable, probe: Callable[[], list[Variant]]) -> list[Variant]:
+    def wanted(
+        self,
+        model: nn.Module,
+        state: Hashable,
+        device: torch.device,
+        probe: Callable[[], list[Variant]],
+        note: Callable[[], str] = lambda: "",
+    ) -> list[Variant]:
         """Return the graphs a model in this state wants, without their modules; probe for them the first time.
 
-        The nodes before a compiling one run again and again (another LoRA, say), with the same model.
+        The nodes before a compiling one run again and again (another LoRA, say), with the same model. `note` gives
+        the name by which the store remembers the answer for the next process, or nothing.
         """
         known = self._wanted.setdefault(model, {})
         if state not in known:
-            known[state] = [variant.without_module() for variant in probe()]
+            name = note() if self.store else ""
+            variants = self._noted(name, device) or self._probed(name, probe)
+            known[state] = [variant.without_module() for variant in variants]
         return known[state]
+
+    def _noted(self, name: str, device: torch.device) -> list[Variant]:
+        data = self.store.note(name) if name else None
+        if data is None:
+            return []
+        try:
+            return [Variant.noted(note, device) for note in json.loads(data)]
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            log.warning("What a model wants is found out again: the store's note of it makes no sense (%r).", error)
+            return []
+
+    def _probed(self, name: str, probe: Callable[[], list[Variant]]) -> list[Variant]:
+        variants = probe()
+        if name:
+            self.store.put_note(name, json.dumps([variant.note() for variant in variants]).encode())
+        return variants
 
     def run(self, name: str, job: Callable[[], Any]) -> Any:
         """Run work that traces or compiles, away from the host's thread and its inference mode."""

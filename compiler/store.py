@@ -32,6 +32,7 @@ DEFAULT_LIMIT = 10 * GIGABYTE
 LOCK_LIMIT = 300.0
 """Seconds that a process waits for another one's compile before it compiles beside it."""
 LOCKS = "locks"
+NOTE_SUFFIX = ".wanted.json"
 PATIENCE = 2.0
 """Seconds that a place at a URL may take to fail before it is left alone for PAUSE."""
 PAUSE = 60.0
@@ -102,6 +103,18 @@ class _Store(ABC):
             self.shrink(self.limit, keep=name)
         return True
 
+    def note(self, name: str) -> bytes | None:
+        """Return what was noted under a name, whoever did; None if nothing was, or it cannot be had."""
+        try:
+            return self.read(f"{name}{NOTE_SUFFIX}")
+        except OSError:
+            return None
+
+    def put_note(self, name: str, data: bytes) -> None:
+        """Note a little that would have to be found out again. Notes do not count towards the limit."""
+        with suppress(OSError):
+            self._write(f"{name}{NOTE_SUFFIX}", data)
+
     def exclusive(self, key: str) -> AbstractContextManager[None]:
         """Keep others from compiling a graph at the same time, where that can be done. Not reentrant."""
         return nullcontext()
@@ -165,6 +178,9 @@ class _Store(ABC):
     def clear(self) -> list[StoreEntry]:
         """Remove what the store has written and nothing else; return the graph files that went. Raises OSError."""
         self.sweep(age=-math.inf)
+        for file in self._files():
+            if file.name.endswith(NOTE_SUFFIX):
+                self.remove(file.name)
         return [entry for entry in self.entries() if self.remove(entry.name)]
 
     def _files(self) -> list[StoreEntry]:

@@ -7,6 +7,7 @@ than computed wrongly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,21 +71,48 @@ class Variant:
 
         Raises ValueError if it does not hold together.
         """
-        structure, tensors = parse(identity.structure)
-        inputs = identity.spec.inputs
-        if [(len(i.hints), len(i.symbolic)) for i in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
+        inputs = [(i.hints, i.symbolic) for i in identity.spec.inputs]
+        return cls._described(region.label, region.module, identity.fingerprint, identity.structure, inputs, device)
+
+    def note(self) -> dict[str, Any]:
+        """Return what can be written down, as JSON, without the module and the device."""
+        fields = {"region": self.region, "fingerprint": self.fingerprint, "structure": self.structure.text}
+        return fields | {"inputs": list(zip(self.hints, self.symbolic, strict=True))}
+
+    @classmethod
+    def noted(cls, note: Mapping[str, Any], device: torch.device) -> Variant:
+        """Return what a note describes, without a module. It need not be trusted.
+
+        Raises ValueError, KeyError or TypeError if it does not hold together.
+        """
+        inputs = [(tuple(hints), tuple(map(bool, symbolic))) for hints, symbolic in note["inputs"]]
+        texts = (str(note[name]) for name in ("fingerprint", "structure"))
+        return cls._described(str(note["region"]), nn.Module(), *texts, inputs, device)
+
+    @classmethod
+    def _described(
+        cls,
+        region: str,
+        module: nn.Module,
+        fingerprint: str,
+        structure_text: str,
+        inputs: Sequence[tuple[tuple[int, ...], tuple[bool, ...]]],
+        device: torch.device,
+    ) -> Variant:
+        structure, tensors = parse(structure_text)
+        if [(len(hints), len(symbolic)) for hints, symbolic in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
             raise ValueError("inputs that do not fit the structure of the call")
-        if not all(type(hint) is int and 0 < hint < MAX_HINT for i in inputs for hint in i.hints):
+        if not all(type(hint) is int and 0 < hint < MAX_HINT for hints, _ in inputs for hint in hints):
             raise ValueError("example sizes that no tensor has")
         return cls(
-            region=region.label,
-            module=region.module,
-            fingerprint=identity.fingerprint,
+            region=region,
+            module=module,
+            fingerprint=fingerprint,
             structure=structure,
             device=device,
             dtypes=tuple(dtype for _, dtype in tensors),
-            hints=tuple(i.hints for i in inputs),
-            symbolic=tuple(i.symbolic for i in inputs),
+            hints=tuple(hints for hints, _ in inputs),
+            symbolic=tuple(symbolic for _, symbolic in inputs),
         )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import threading
 import weakref
 from dataclasses import replace
@@ -16,6 +17,7 @@ from compiled_graphs.compiler.jobs import CompileJobs
 from compiled_graphs.compiler.model import CannotCallAhead
 from compiled_graphs.compiler.probe import FIRST
 from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
 from networks import (
     WIDTH,
@@ -321,6 +323,77 @@ def test_a_cancelled_preparation_keeps_what_is_done(registry):
     again = install(network, registry)
     again.prepare(call)
     assert (again.counters.from_memory, again.counters.compiles) == (1, 1)
+
+
+class Asked:
+    """A model call that counts how often it is made."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self, twin, at):
+        self.times += 1
+        call(twin, at)
+
+
+def prepared_in_a_new_process(folder, asked, network, name="forward"):
+    compiled = install(network, Registry(FolderStore(folder)))
+    compiled.prepare(asked, name=name)
+    return compiled
+
+
+def test_what_a_call_wants_is_noted_for_the_next_process(tmp_path):
+    asked = Asked()
+    for compiles in (1, 0):
+        compiled = prepared_in_a_new_process(tmp_path, asked, transformer())
+        assert asked.times == 2  # at two sizes, once
+        assert (compiled.counters.compiles, compiled.counters.from_disk) == (compiles, 1 - compiles)
+        assert compiled.summary().compiled == 1
+    prepared_in_a_new_process(tmp_path, asked, transformer(eps=1e-3))
+    prepared_in_a_new_process(tmp_path, asked, transformer(), name="another")
+    assert asked.times == 6
+
+
+@pytest.mark.parametrize("network", [lambda: transformer(depth=3), lambda: transformer().double()])
+def test_another_network_of_blocks_of_the_same_code_is_asked_itself(network, tmp_path):
+    asked = Asked()
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    prepared_in_a_new_process(tmp_path, asked, network())
+    assert asked.times == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda notes: [],
+        lambda notes: {},
+        lambda notes: [1],
+        lambda notes: [{"region": "block"}],
+        lambda notes: [notes[0] | {"structure": "["}],
+        lambda notes: [notes[0] | {"inputs": []}],
+        lambda notes: [notes[0] | {"inputs": [[[0, 1, 16], [True, True, False]]]}],
+    ],
+)
+def test_a_note_that_makes_no_sense_is_made_anew(damage, tmp_path):
+    asked = Asked()
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    (note,) = tmp_path.glob("*.wanted.json")
+    whole = note.read_bytes()
+    note.write_text(json.dumps(damage(json.loads(whole))))
+    compiled = prepared_in_a_new_process(tmp_path, asked, transformer())
+    assert (asked.times, compiled.counters.from_disk) == (4, 1)
+    assert note.read_bytes() == whole
+
+
+def test_a_note_of_blocks_that_the_model_has_not_is_no_harm(tmp_path):
+    asked, network = Asked(), transformer()
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    (note,) = tmp_path.glob("*.wanted.json")
+    note.write_text(json.dumps([json.loads(note.read_bytes())[0] | {"fingerprint": "another"}]))
+    (x,) = network.inputs(sizes())
+    expected = network(x)
+    assert prepared_in_a_new_process(tmp_path, asked, network).summary().waiting == 1
+    torch.testing.assert_close(network(x), expected)
 
 
 def test_what_a_call_by_name_wants_is_asked_once_while_the_model_lives_and_is_as_it_was(registry):

@@ -409,8 +409,29 @@ def test_entries_say_name_size_and_last_use(store):
     assert store.entries() == []
 
 
+def test_notes_come_back_and_are_no_graphs(store):
+    assert store.note("a") is None
+    store.put_note("a", b"[1]")
+    store.put_note("a", b"[2]")
+    assert store.note("a") == b"[2]"
+    assert store.entries() == []
+    assert store.keys() == set()
+    store.shrink(0)
+    assert store.note("a") == b"[2]"
+
+
+def test_notes_that_cannot_be_written_or_read_are_no_notes(store, monkeypatch):
+    store.put_note("a", b"[1]")
+    (store.folder / "b.wanted.json").mkdir()
+    assert store.note("b") is None
+    store.put_note("b", b"[2]")
+    monkeypatch.setattr(FolderStore, "read", fail_with(PermissionError(13, "Permission denied")))
+    assert store.note("a") is None
+
+
 def test_clear_removes_what_the_store_wrote_and_nothing_else(store):
     store.put(graph("a"))
+    store.put_note("a", b"[]")
     with store.exclusive("a"):
         pass
     (store.folder / ".new.partial").write_bytes(b"half")
@@ -614,6 +635,12 @@ def test_a_graph_comes_back_from_a_url(drivers, url, caplog):
     assert [entry.name for entry in store.clear()] == [f"{GRAPH.key}.graph.safetensors"]
     assert store.entries() == []
     assert said(caplog) == []
+
+
+def test_notes_come_back_from_a_url(drivers):
+    UrlStore("memory://graphs").put_note("a", b"[1]")
+    assert UrlStore("memory://graphs").note("a") == b"[1]"
+    assert UrlStore("memory://graphs").note("b") is None
 
 
 def test_a_restart_with_the_same_url_compiles_nothing(drivers):
