@@ -259,7 +259,7 @@ def _limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     for value in pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes]):
         if isinstance(value, torch.Tensor) and isinstance(numel := value.numel(), torch.SymInt):
             factor, symbols = numel.node.expr.as_coeff_Mul()
-            most[symbols] = max(most.get(symbols, 0), int(factor))
+            most[symbols] = max(most.get(symbols, 0), factor)
     return tuple(f"{PythonPrinter().doprint(factor * symbols)} <= {MAX_ELEMENTS}" for symbols, factor in most.items())
 
 
