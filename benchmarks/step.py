@@ -80,28 +80,35 @@ def main() -> None:
     models.use_comfyui(options.comfyui)
     print(f"torch {torch.__version__}, {device_name()}, {options.dtype}, {options.backend}")
     for name in options.names:
-        rows = measure(name, options)
-        if options.json:
-            write_rows(options.json, rows)
+        measure(name, options, keeping(options.json))
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Append rows as JSON lines; of timings, the milliseconds and the peak."""
-    with path.open("a") as file:
-        for row in rows:
-            values = {}
-            for name, value in row.items():
-                if isinstance(value, Timing):
-                    values |= {name: value.ms, f"{name}_graph": value.graph, f"{name}_peak": value.peak}
-                else:
-                    values[name] = value
-            file.write(json.dumps(values) + "\n")
+def keeping(path: Path | None) -> Callable[[list[dict]], None]:
+    """Return what writes rows after those that a file has, again whenever there is more in them: runs get cut off."""
+    before = path.read_text() if path and path.exists() else ""
+
+    def keep(rows: list[dict]) -> None:
+        if path:
+            path.write_text(before + "".join(json.dumps(_plain(row)) + "\n" for row in rows))
+
+    return keep
 
 
-def measure(name: str, options: argparse.Namespace) -> list[dict]:
-    """Print a table for one architecture, and return its rows."""
+def _plain(row: dict) -> dict:
+    """Of timings, keep the milliseconds and the peak."""
+    values = {}
+    for name, value in row.items():
+        if isinstance(value, Timing):
+            values |= {name: value.ms, f"{name}_graph": value.graph, f"{name}_peak": value.peak}
+        else:
+            values[name] = value
+    return values
+
+
+def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]], None]) -> None:
+    """Print a table for one architecture, and keep its rows."""
     from compiled_graphs.compiler.counters import totals
     from compiled_graphs.compiler.hosts import comfy as host
     from compiled_graphs.compiler.hosts import comfy_worker
@@ -136,14 +143,15 @@ def measure(name: str, options: argparse.Namespace) -> list[dict]:
         exact = models.in_float32(name, patcher) if torch.cuda.is_available() else patcher
         rows = [measure_size(name, size, patcher, variants, exact, options) for size in SIZES[name][: options.sizes]]
         rows[0] |= {"compile_s": seconds}
+    keep(rows)
     for label in options.peers:
         for row in rows[: 1 if label in AT_FIRST_SIZE_ONLY else None]:
             inputs = sized(name, row["size"], patcher)
             row[label], row[f"{label}_compile_s"] = measure_peer(label, patcher, inputs, options)
             print(f"  batch, latent, tokens {row['size']}:")
             print_timing(label, row)
+            keep(rows)
     print(f"  eager calls: {dict(totals.eager_calls)}, recordings: {totals.recordings}, retired: {totals.retired}")
-    return rows
 
 
 def sized(name: str, size: tuple[int, ...], patcher, options: dict | None = None) -> dict:
