@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,43 +12,34 @@ import torch
 if TYPE_CHECKING:
     from .backends import Backend
 
-_TRACING = (
-    "attention",
-    "backends/float8",
-    "backends/inductor",
-    "backends/repeats",
-    "layout",
-    "patches",
-    "scaled_weights",
-    "signature",
-    "skeleton",
-    "trace",
-)
-"""Modules here that decide what graph a region becomes, and what of it is compiled."""
-
-
+_TRACING = ("attention", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
+"""Modules here that decide what graph a region becomes."""
+_INDUCTOR = ("backends/inductor", "backends/repeats")
+_COMPILING = {"inductor": _INDUCTOR, "inductor_fp8": ("backends/float8", *_INDUCTOR)}
+"""Those that change a graph before it is compiled, by backend."""
 _PROBING = ("hosts/comfy_calls", "hosts/diffusers_calls", "probe", "region", "signature", "skeleton")
 """Modules that decide which graphs a model wants."""
 
 
 def environment(backend: Backend, device: torch.device) -> dict[str, str]:
-    """Return the backend's environment and the version of our own tracing. Part of a graph's key."""
-    return backend.environment(device) | {"tracing": tracing_version()}
+    """Return the backend's environment and the versions of our own code. Part of a graph's key."""
+    fields = backend.environment(device) | {"tracing": tracing_version()}
+    modules = _COMPILING.get(backend.name)
+    return fields | {"compiling": _digest(modules)} if modules else fields
 
 
-@lru_cache(maxsize=1)
 def tracing_version() -> str:
     """Return a digest of the code that traces: an update that corrects it must not load what it made before."""
     return _digest(_TRACING)
 
 
-@lru_cache(maxsize=1)
 def probing_version() -> str:
     """Return a digest of the code that finds out which graphs a model wants."""
     return _digest(_PROBING)
 
 
-def _digest(names: Iterable[str]) -> str:
+@lru_cache
+def _digest(names: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for name in names:
         source = Path(__file__).parent.joinpath(f"{name}.py").read_text(encoding="utf-8")  # line ends are one here

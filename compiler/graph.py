@@ -151,10 +151,10 @@ class CompiledGraph(GraphIdentity):
 
     executable: Executable
 
-    @cached_property
+    @property
     def precision(self) -> torch.dtype | None:
-        """The dtype that it computes in, if that is coarser than what it is given; its backend says so."""
-        return getattr(torch, self.environment["precision"]) if "precision" in self.environment else None
+        """The dtype that it computes in, where its executable says that this is coarser than what it is given."""
+        return getattr(self.executable, "precision", None)
 
     def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the region's output tensors, in the order of `spec.outputs`."""

@@ -21,6 +21,7 @@ from .background import Background
 from .counters import Counters, totals
 from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
 from .environment import environment, probing_version
+from .errors import one_line
 from .fingerprint import fingerprint
 from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
@@ -220,7 +221,7 @@ class CompiledModel:
             kind.serve(graph.structure, self._registry.adopt(graph, self._backend, self.counters))
             self._loaded.add(graph.fingerprint)
         except Exception as error:
-            refused[f"not loaded ({_one_line(error)})"] += 1
+            refused[f"not loaded ({one_line(error)})"] += 1
         return True
 
     def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = lambda progress: None) -> None:
@@ -263,7 +264,7 @@ class CompiledModel:
         try:
             variants = self._wanted_ahead(call, name)
         except Exception as error:
-            raise CannotCallAhead(_one_line(error)) from error
+            raise CannotCallAhead(one_line(error)) from error
         self.counters.add("seconds", time.perf_counter() - start)
         for progress in self._provide_all([variant for variant in variants if self._is_missing(variant)]):
             on_progress(progress)
@@ -296,7 +297,7 @@ class CompiledModel:
         except Unsupported as reason:
             kind = self._closed(region, str(reason))
         except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
-            kind = self._closed(region, f"a block that cannot be described ({_one_line(error)})")
+            kind = self._closed(region, f"a block that cannot be described ({one_line(error)})")
         self._fingerprints[region.path] = kind.fingerprint
         return self._kinds.setdefault(kind.fingerprint, kind)
 
@@ -419,7 +420,7 @@ class CompiledModel:
             if source == "compiled":
                 self._compiled.append(variant.region)
         except Exception as error:  # tracing and compilers raise anything; the region then stays eager
-            source, reason = "eager", _one_line(error)
+            source, reason = "eager", one_line(error)
             kind.refuse(variant.structure.text, reason)
             log.warning("%s stays eager: %s", variant.region, reason)
             log.debug("%s", variant.region, exc_info=error)
@@ -452,7 +453,7 @@ class CompiledModel:
         try:
             variants = self._registry.run("probe", lambda: self._wanted(call))
         except Exception as error:
-            return f"its sizes cannot be told apart from data ({_one_line(error)})"
+            return f"its sizes cannot be told apart from data ({one_line(error)})"
         if structure.text not in {v.structure.text for v in variants if v.fingerprint == kind.fingerprint}:
             # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
             alike = (v.with_structure(structure) for v in variants if v.fingerprint == kind.fingerprint)
@@ -483,8 +484,3 @@ def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
         if theirs.get(name) != ours.get(name):
             return f"{name} {theirs.get(name, 'none')}, and this is {ours.get(name, 'none')}"
     return ""
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

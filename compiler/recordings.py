@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .counters import Counters, totals
+from .errors import one_line
 from .fingerprint import region_code
 from .guards import Changed, ModuleGuard, TensorGuard
 from .host import Host
@@ -208,7 +209,7 @@ class Recordings:
                 result = known.replay(tensors)
             except RuntimeError as error:  # others can have taken the memory since the sampling before
                 self.forget()
-                self.reason = _one_line(error)
+                self.reason = one_line(error)
                 return call(*args, **kwargs)
             self._counters.add("replays")
             self.reason = ""
@@ -305,7 +306,7 @@ class Recordings:
                 result = recorded.replay([t.clone() for t in recorded.inputs])
                 error = None if form is not None else disagreement(_tensors(result), _tensors(expected))
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
-            error = _one_line(raised)
+            error = one_line(raised)
         if error is None:
             self._counters.add("recordings")
             self._proven[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
@@ -382,10 +383,6 @@ def _arithmetic() -> tuple[Any, ...]:
         convolutions.benchmark,
         convolutions.deterministic,
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

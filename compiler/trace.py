@@ -253,7 +253,8 @@ def _limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     """Return that no tensor has more values than 32 bits can count, which is how compiled GPU kernels index.
 
     A decoder's widest map has 256 times as many values as the image has pixels: a batch of eight at 1024x1024 has
-    too many. Compilers note the like while they compile, but not where they find the result in a cache of theirs.
+    too many. Inductor guards against that while it compiles; its guards are not part of what it makes, and were missing
+    where it had compiled the same graph before.
     """
     most: dict[Any, int] = {}
     for value in pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes]):

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from . import attention, patches
 from .backends import BACKENDS
 from .backends.base import Backend
+from .errors import one_line
 from .fingerprint import fingerprint
 from .graph import GraphSpec
 from .host import Host
@@ -85,13 +86,13 @@ def main() -> None:
         _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
         send(target, Made())
     except BaseException as error:  # the answer is all that the other side can see
-        send(target, Made(error=_one_line(error)))
+        send(target, Made(error=one_line(error)))
         return
     while (order := _next(source, target)) is not None:
         try:
             made = _make(order, host)
         except BaseException as error:
-            made = Made(error=_one_line(error))
+            made = Made(error=one_line(error))
         send(target, made)
 
 
@@ -119,7 +120,7 @@ def _next(source: BinaryIO, target: BinaryIO) -> Order | None:
         except EOFError:
             return None
         except Exception as error:
-            send(target, Made(error=f"code that another process cannot import ({_one_line(error)})"))
+            send(target, Made(error=f"code that another process cannot import ({one_line(error)})"))
 
 
 def _make(order: Order, host: Host) -> Made:
@@ -157,8 +158,3 @@ class _Example(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.conv(nn.functional.silu(self.norm(x)))
         return self.linear(self.rows(x.flatten(2).transpose(1, 2)))
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -54,8 +54,8 @@ def backend() -> tuple[list[str], dict[str, Any]]:
     """Return the choice of backends, with what each is, and of those that cannot run here why."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [
-        "auto: inductor. inductor_fp8: large linear layers multiply in float8, faster for Flux and the like and less "
-        "exact. oneflow: for NVIDIA GPUs of the Ampere generation and older. eager: the traced blocks without a "
+        "auto: inductor. inductor_fp8: large linear layers multiply in float8, faster for Flux and less exact. "
+        "oneflow: for NVIDIA GPUs of the Ampere generation and older. eager: the traced blocks without a "
         "compiler, to see whether tracing or compiling is at fault."
     ]
     reasons = {name: backend.available(device) for name, backend in BACKENDS.items()}

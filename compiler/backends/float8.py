@@ -9,12 +9,13 @@ do not serve here; they replace a model's weights. Rounding a weight costs as mu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..graph import Executable
+from ..graph import Executable, GraphSpec
 from ..trace import ExportedRegion
 from .inductor import InductorBackend
 
@@ -28,6 +29,20 @@ OLDEST_CAPABILITY = (8, 9)
 _aten = torch.ops.aten
 
 
+class Rounded:
+    """An executable that knows whether any of its products are rounded: if none is, it has to be as exact as any."""
+
+    def __init__(self, executable: Executable, is_rounded: bool) -> None:
+        self._executable = executable
+        self.precision = DTYPE if is_rounded else None
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._executable(*tensors)
+
+    def to_bytes(self) -> bytes:
+        return bytes([self.precision is not None]) + self._executable.to_bytes()
+
+
 class Float8Backend(InductorBackend):
     """Satisfies `Backend`."""
 
@@ -38,12 +53,12 @@ class Float8Backend(InductorBackend):
             return "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
         return super().available(device)
 
-    def environment(self, device: torch.device) -> dict[str, str]:
-        return super().environment(device) | {"precision": str(DTYPE).removeprefix("torch.")}
+    def compile(self, exported: ExportedRegion) -> Rounded:
+        count = round_products(exported.program.graph_module)
+        return Rounded(super().compile(exported), count > 0)
 
-    def compile(self, exported: ExportedRegion) -> Executable:
-        round_products(exported.program.graph_module)
-        return super().compile(exported)
+    def load(self, data: bytes, spec: GraphSpec) -> Rounded:
+        return Rounded(super().load(data[1:], spec), data[0] > 0)
 
 
 def round_products(module: fx.GraphModule) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from compiled_graphs.compiler import environment as module
 from compiled_graphs.compiler.backends.eager import EagerBackend
@@ -14,17 +16,24 @@ def test_it_is_the_backends_and_the_version_of_our_tracing():
     assert fields == EagerBackend().environment(CPU) | {"tracing": module.tracing_version()}
 
 
+def test_of_the_code_that_changes_a_graph_before_it_is_compiled_only_its_own_backends_counts():
+    def code(name):
+        return module.environment(SimpleNamespace(name=name, environment=lambda device: {}), CPU).get("compiling")
+
+    assert code("eager") is code("oneflow") is None
+    assert code("inductor") != code("inductor_fp8")
+
+
 def test_another_way_to_trace_is_another_version(monkeypatch, tmp_path):
     def version_of(source: str) -> str:
         for name in module._TRACING:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / f"{name}.py").write_bytes(source.encode())
         monkeypatch.setattr(module, "__file__", str(tmp_path / "environment.py"))
-        module.tracing_version.cache_clear()
+        module._digest.cache_clear()
         return module.tracing_version()
 
     try:
         assert version_of("a = 1\n") != version_of("a = 2\n")
         assert version_of("a = 1\n") == version_of("a = 1\r\n")
     finally:
-        module.tracing_version.cache_clear()
+        module._digest.cache_clear()

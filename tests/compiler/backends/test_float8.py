@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
-from compiled_graphs.compiler.backends.float8 import FEWEST_ROWS, Float8Backend, round_products
+from compiled_graphs.compiler.backends.float8 import FEWEST_ROWS, Float8Backend, Rounded, round_products
+from compiled_graphs.compiler.backends.inductor import InductorBackend
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.model import CompiledModel
 from compiled_graphs.compiler.region import find_regions
@@ -105,29 +108,33 @@ def test_few_rows_and_other_dtypes_are_left_alone(rows, dtype):
 class Rounding(EagerBackend):
     """The graph of the float8 backend, run operator by operator."""
 
-    def environment(self, device):
-        return super().environment(device) | {"precision": "float8_e4m3fn"}
+    def __init__(self, says_so):
+        self.says_so = says_so
 
     def compile(self, exported):
         assert round_products(exported.program.graph_module)
-        return super().compile(exported)
+        return Rounded(super().compile(exported), self.says_so)
 
 
-class Hiding(Rounding):
-    """Does not say that it rounds."""
-
-    def environment(self, device):
-        return EagerBackend.environment(self, device)
-
-
-@pytest.mark.parametrize(("backend", "retired"), [(Rounding(), 0), (Hiding(), 1)])
-def test_a_graph_is_checked_within_what_its_backend_says_of_its_precision(backend, retired):
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_graph_is_checked_within_what_it_says_of_its_precision(says_so):
     network = Network().half()
-    compiled = compile_network(network, Registry(), backend)
+    compiled = compile_network(network, Registry(), Rounding(says_so))
     x = torch.randn(2, 40, WIDTH, dtype=torch.float16)
     for _ in range(2):
         network(x)
-    assert compiled.counters.retired == retired
+    assert compiled.counters.retired == (not says_so)
+
+
+@pytest.mark.parametrize(("rows", "precision"), [(FEWEST_ROWS, torch.float8_e4m3fn), (FEWEST_ROWS - 2, None)])
+def test_that_a_graph_is_rounded_is_saved_with_it_and_one_that_is_not_has_to_be_exact(rows, precision, monkeypatch):
+    monkeypatch.setattr(InductorBackend, "compile", lambda self, exported: SimpleNamespace(to_bytes=lambda: b"graph"))
+    monkeypatch.setattr(InductorBackend, "load", lambda self, data, spec: data)
+    module, _ = traced(Layers(), rows)
+    executable = BACKEND.compile(SimpleNamespace(program=SimpleNamespace(graph_module=module)))
+    assert executable.precision == precision
+    loaded = BACKEND.load(executable.to_bytes(), None)
+    assert (loaded.precision, loaded._executable) == (precision, b"graph")
 
 
 def test_it_says_what_it_needs():
