@@ -274,13 +274,12 @@ def bound(seconds: int) -> Iterator[None]:
 
 def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
     """Return the median milliseconds of the network's call as a CUDA graph, None if it cannot be one."""
-    model = patcher.patch_model(load_weights=False)
     seen = []
-    hook = model.diffusion_model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
-    )
-    try:
-        with torch.inference_mode():
+    with sampling(patcher) as model:
+        hook = model.diffusion_model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+        )
+        try:
             model.apply_model(**fresh(inputs))
             hook.remove()
             args, kwargs = seen[0]
@@ -289,12 +288,11 @@ def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
             with torch.cuda.graph(graph):
                 model.diffusion_model(*args, **kwargs)
             return pipelined(graph.replay, repeats)
-    except (RuntimeError, TypeError) as error:
-        print(f"    no CUDA graph: {str(error).splitlines()[0]}")
-        return None
-    finally:
-        hook.remove()
-        patcher.unpatch_model(unpatch_weights=False)
+        except (RuntimeError, TypeError) as error:
+            print(f"    no CUDA graph: {str(error).splitlines()[0]}")
+            return None
+        finally:
+            hook.remove()
 
 
 def floor(patcher, inputs: dict, dtype: torch.dtype) -> float:
@@ -326,35 +324,40 @@ def use_registry(host, registry) -> None:
 
 def call(patcher, inputs: dict) -> torch.Tensor:
     """One step, with the patcher's object patches in place."""
+    with sampling(patcher) as model:
+        return model.apply_model(**fresh(inputs))
+
+
+@contextmanager
+def sampling(patcher) -> Iterator[object]:
+    """Give the model with the patcher's object patches in place, as ComfyUI does from a sampling's begin to its end."""
     model = patcher.patch_model(load_weights=False)
     try:
         with torch.inference_mode():
-            return model.apply_model(**fresh(inputs))
+            if hasattr(patcher, "pre_run"):
+                patcher.pre_run()
+            yield model
     finally:
         patcher.unpatch_model(unpatch_weights=False)
+        if hasattr(patcher, "cleanup"):
+            patcher.cleanup()
 
 
 def timed(patcher, inputs: dict, repeats: int) -> Timing:
     """Return the median milliseconds of a step, calls issued back to back, and the last result."""
-    model = patcher.patch_model(load_weights=False)
-    try:
-        with torch.inference_mode():
-            sync()
-            reset_peak()
-            start = time.perf_counter()
+    with sampling(patcher) as model:
+        sync()
+        reset_peak()
+        start = time.perf_counter()
+        model.apply_model(**fresh(inputs))
+        sync()
+        first = time.perf_counter() - start
+        for _ in range(3):
             model.apply_model(**fresh(inputs))
-            sync()
-            first = time.perf_counter() - start
-            for _ in range(3):
-                model.apply_model(**fresh(inputs))
-            milliseconds = pipelined(lambda: model.apply_model(**fresh(inputs)), repeats)
-            result = model.apply_model(**fresh(inputs)).clone()
-            peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-            return Timing(milliseconds, first, peak, result)
-    finally:
-        patcher.unpatch_model(unpatch_weights=False)
-        if hasattr(patcher, "cleanup"):
-            patcher.cleanup()  # as at the end of a sampling
+        milliseconds = pipelined(lambda: model.apply_model(**fresh(inputs)), repeats)
+        result = model.apply_model(**fresh(inputs)).clone()
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+        return Timing(milliseconds, first, peak, result)
 
 
 def pipelined(step: Callable[[], object], repeats: int) -> float:

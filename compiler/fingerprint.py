@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from .host import Host
+from .layout import has_layouts, stride_in
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _LIBRARIES = frozenset(
@@ -52,6 +53,7 @@ def fingerprint(module: nn.Module, host: Host) -> str:
 
     Stable over processes, hash seeds, devices and offloading; changed by an edit of the region's code, by
     a configuration value (heads, eps, stride ...) and by a parameter's or buffer's shape, dtype or layout.
+    Not by the layout of weights that the host arranges.
     """
     record = {"code": region_code(module, host).digest, "modules": list(_configuration(module, host))}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -81,6 +83,7 @@ def tensor_attributes(module: nn.Module) -> list[str]:
 
 
 def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
+    is_arranged = host.arranges(module)
     for path, child in module.named_modules():
         settings = {
             name: _plain(host.setting(name, value), objects=True)
@@ -88,12 +91,18 @@ def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
             if name not in _MODULE_INTERNALS and name not in host.volatile_attributes and name != "forward"
         }
         tensors = {
-            name: [list(t.shape), str(t.dtype), list(t.stride())]
+            name: [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
             for group in (child._parameters, child._buffers)
             for name, t in group.items()
             if t is not None
         }
         yield [path, _name(type(child)), settings, tensors]
+
+
+def _stride(tensor: torch.Tensor, is_arranged: bool) -> list[int]:
+    if is_arranged and has_layouts(tensor):
+        return list(stride_in(tensor, torch.contiguous_format))
+    return list(tensor.stride())
 
 
 def _name(item: Any) -> str:

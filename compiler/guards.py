@@ -16,6 +16,7 @@ from torch import nn
 
 from .graph import GraphSpec
 from .host import Host
+from .layout import has_layouts
 from .signature import STATIC_TYPES, TENSOR_TYPES, Unsupported
 from .skeleton import tensor_slots
 
@@ -155,15 +156,23 @@ class _Tensors:
         self._identities = list(map(id, tensors))
         # Host code moves weights by swapping what a Parameter points to.
         self._pointers = list(map(torch.Tensor.data_ptr, tensors))
+        # Whoever arranges weights leaves them where they are.
+        self._arrangeable = [place for place, tensor in enumerate(tensors) if has_layouts(tensor)]
+        self._strides = self._strides_of(tensors)
         # Of a tensor that is gone, identity and address can be another's.
         self._gone: list[weakref.ref] = []
         self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
 
     def are(self, tensors: list[torch.Tensor | None]) -> bool:
-        """Whether these are the same tensors at the same addresses."""
+        """Whether these are the same tensors at the same addresses, in the same layout."""
         if self._gone or list(map(id, tensors)) != self._identities:
             return False
-        return list(map(torch.Tensor.data_ptr, tensors)) == self._pointers
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)) == self._pointers and self._strides_of(tensors) == self._strides
+        )
+
+    def _strides_of(self, tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+        return [tensors[place].stride() for place in self._arrangeable]
 
 
 class TensorGuard:

@@ -45,6 +45,16 @@ class Host:
     """Whether weights that lie on another device than before mean that the model runs there now. Where the host
     brings them to the device itself, call by call, they do not."""
 
+    arranged_on: frozenset[str] = frozenset({"cuda"})
+    """Types of device for which graphs of regions that it `arranges` take weights in channels_last."""
+
+    def arranges(self, region: nn.Module) -> bool:
+        """Whether the weights of a region's convolutions are arranged for as long as its model runs.
+
+        Their layout is then no part of what the region is.
+        """
+        return False
+
     def setting(self, name: str, value: Any) -> Any:
         """Return the part of an instance attribute that decides what a region computes."""
         return value

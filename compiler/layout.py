@@ -28,11 +28,23 @@ def input_format(module: nn.Module, shape: Sequence[int], device: torch.device) 
     return "channels_last" if has_maps else "contiguous"
 
 
+def has_layouts(weight: torch.Tensor) -> bool:
+    """Whether this is the weight of a convolution that contiguous and channels_last order differently in memory."""
+    if weight.ndim != 4 or weight.shape[1] == 1 or weight.shape[2:].numel() == 1:
+        return False
+    return weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def stride_in(weight: torch.Tensor, memory_format: torch.memory_format) -> tuple[int, ...]:
+    """Return the stride of a weight that `has_layouts`, in one of them."""
+    return torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
+
+
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     """Return a convolution's weight, or a feature map on a GPU, in channels_last, and anything else as it is.
 
-    Weights are transposed in the graph, once per call: hosts and their LoRAs keep them contiguous, and
-    transposed in place they would slow the eager twin that shares them.
+    Weights that nobody arranges ahead are transposed in the graph, once per call: hosts and their LoRAs keep them
+    contiguous.
     """
     if tensor.device.type != "cuda" or tensor.ndim not in CHANNELS_LAST:
         return tensor

@@ -22,7 +22,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from .fingerprint import region_code, tensor_attributes
 from .graph import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .host import Host
-from .layout import ChannelsLast, input_format, laid_out
+from .layout import ChannelsLast, has_layouts, input_format, laid_out, stride_in
 from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
@@ -157,7 +157,8 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
     literals = region_code(variant.module, host).literals
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        twin = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device))
+        is_arranged = host.arranges(variant.module) and variant.device.type in host.arranged_on
+        twin = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device, is_arranged))
         host.adapt(twin)
         named = list(tensor_slots(twin))
         weights = [group[name] for _, (group, name) in named]
@@ -194,8 +195,9 @@ def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:
     return any("attention" not in name and "dropout" not in name for name in drawing)
 
 
-def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _empty_like(tensor: torch.Tensor, device: torch.device, is_arranged: bool) -> torch.Tensor:
+    stride = stride_in(tensor, torch.channels_last) if is_arranged and has_layouts(tensor) else tensor.stride()
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)
 
 
 def _mutated_inputs(

@@ -19,10 +19,12 @@ from functools import lru_cache
 from typing import Any
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.utils
 import torch
 from torch import nn
 
+from ..arrangement import Arrangement
 from ..attention import opaque_attention, opaque_map_attention, register_operator
 from ..backends import choose_backend
 from ..backends.base import Backend
@@ -54,7 +56,8 @@ _BOOKKEEPING = frozenset(
     {"block", "block_index", "activations_shape", "original_shape", "transformer_index", "patches", "patches_replace"}
 )
 
-_RECORDINGS_KEY = "compiled_graphs.recordings"
+_CALLBACKS_KEY = "compiled_graphs"
+_UNET_MODULES = ("comfy.ldm.modules.diffusionmodules.openaimodel", "comfy.ldm.modules.attention")
 
 
 class ComfyHost(Host):
@@ -79,6 +82,11 @@ class ComfyHost(Host):
         "comfy.execution_context",
         "comfy.memory_management",
     )
+
+    def arranges(self, region: nn.Module) -> bool:
+        """Blocks of UNets, on a core that says when a sampling begins and ends (2025)."""
+        is_of_unet = type(region).__module__ in _UNET_MODULES
+        return is_of_unet and hasattr(comfy.model_patcher.ModelPatcher, "add_callback_with_key")
 
     def stand_in(self, name: str, literals: frozenset[str], hooks: str) -> dict[str, Any]:
         """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
@@ -385,6 +393,10 @@ def _install(
         entrance.install_while_running(forwards)
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
+    if prefix and device.type in HOST.arranged_on and any(HOST.arranges(region.module) for region in regions):
+        arrangement = Arrangement(network, device)
+        clone.add_callback_with_key("on_pre_run", _CALLBACKS_KEY, lambda patcher: arrangement.begin())
+        clone.add_callback_with_key("on_cleanup", _CALLBACKS_KEY, lambda patcher: arrangement.end())
     if request.record and prefix and chosen.recording is not None:
         _record_steps(clone, network, prefix, chosen, lambda: request.on_change(text()))
     entrances[0].on_call()
@@ -432,7 +444,7 @@ def _record_steps(clone: Any, network: nn.Module, prefix: str, backend: Backend,
             told[0] = lines
             tell()
 
-    clone.add_callback_with_key("on_cleanup", _RECORDINGS_KEY, end)
+    clone.add_callback_with_key("on_cleanup", _CALLBACKS_KEY, end)
 
 
 def _recording_lines(entrances: Iterable[weakref.ref[Entrance]]) -> list[str]:
@@ -549,7 +561,8 @@ def _clone(patcher: Any) -> Any:
     options = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(patcher.clone).parameters else {}
     clone = patcher.clone(**options)
     if hasattr(clone, "remove_callbacks_with_key"):
-        clone.remove_callbacks_with_key("on_cleanup", _RECORDINGS_KEY)
+        for when in ("on_pre_run", "on_cleanup"):
+            clone.remove_callbacks_with_key(when, _CALLBACKS_KEY)
     for name, patch in list(clone.object_patches.items()):
         if _is_ours(patch):
             del clone.object_patches[name]
