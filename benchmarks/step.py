@@ -218,6 +218,7 @@ def measure_peer(label: str, patcher, inputs: dict, options: argparse.Namespace)
     try:
         with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=1024), bound(options.bound):
             peer = peer_of(label, patcher)
+            inputs = as_sampled(inputs, peer)
             call(peer, inputs)
             sync()
             seconds = time.perf_counter() - start
@@ -250,6 +251,12 @@ def peer_of(label: str, patcher):
         forward = torch.compile(network.forward, dynamic=label == "dynamic")
         peer.add_object_patch("diffusion_model.forward", forward)
     return peer
+
+
+def as_sampled(inputs: dict, patcher) -> dict:
+    """Return a step's arguments with the patcher's wrappers among the options, where a sampling puts them."""
+    wrappers = {kind: dict(named) for kind, named in getattr(patcher, "wrappers", {}).items()}
+    return {**inputs, "transformer_options": inputs["transformer_options"] | {"wrappers": wrappers}}
 
 
 class TooLong(BaseException):

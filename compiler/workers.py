@@ -206,7 +206,7 @@ def worker_count() -> int:
         return max(0, int(os.environ["COMPILED_GRAPHS_WORKERS"]))
     except (KeyError, ValueError):
         pass
-    limits = [MOST, (os.cpu_count() or 1) // 2]
+    limits = [MOST, _cores() // 2]
     try:
         import psutil
 
@@ -216,6 +216,13 @@ def worker_count() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         limits.append(torch.cuda.mem_get_info()[0] // MEMORY)
     return min(limits)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use, which a container or a batch system can limit."""
+    if hasattr(os, "sched_getaffinity"):  # not on Windows and macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
