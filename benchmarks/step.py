@@ -281,6 +281,8 @@ def bound(seconds: int) -> Iterator[None]:
 
 def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
     """Return the median milliseconds of the network's call as a CUDA graph, None if it cannot be one."""
+    from compiled_graphs.compiler.recordings import record_on_gpu
+
     seen = []
     with sampling(patcher) as model:
         hook = model.diffusion_model.register_forward_pre_hook(
@@ -290,10 +292,8 @@ def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
             model.apply_model(**fresh(inputs))
             hook.remove()
             args, kwargs = seen[0]
-            graph = torch.cuda.CUDAGraph()
-            sync()
-            with torch.cuda.graph(graph):
-                model.diffusion_model(*args, **kwargs)
+            pool = torch.cuda.graph_pool_handle()
+            graph = record_on_gpu(lambda: model.diffusion_model(*args, **kwargs), pool)
             return pipelined(graph.replay, repeats)
         except (RuntimeError, TypeError) as error:
             print(f"    no CUDA graph: {str(error).splitlines()[0]}")

@@ -198,7 +198,7 @@ class Workers:
 
 
 def worker_count() -> int:
-    """Return how many processes this machine bears: a half of its cores, and what memory allows.
+    """Return how many processes this machine bears: three for four cores, and what memory allows.
 
     The environment variable COMPILED_GRAPHS_WORKERS sets another number; 0 compiles in this process.
     """
@@ -206,7 +206,7 @@ def worker_count() -> int:
         return max(0, int(os.environ["COMPILED_GRAPHS_WORKERS"]))
     except (KeyError, ValueError):
         pass
-    limits = [MOST, _cores() // 2]
+    limits = [MOST, _cores() * 3 // 4]
     try:
         import psutil
 

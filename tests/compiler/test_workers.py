@@ -213,7 +213,7 @@ def test_few_graphs_do_not_begin_processes(workers):
 
 @pytest.mark.parametrize(
     ("cores", "said", "count"),
-    [(16, None, 8), (4, None, 2), (2, None, 1), (16, "0", 0), (16, "3", 3), (16, "x", 8)],
+    [(16, None, 8), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (16, "x", 8)],
 )
 def test_the_count_follows_the_machine_or_what_somebody_says(cores, said, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
@@ -229,7 +229,7 @@ def test_a_system_that_does_not_limit_cores_is_asked_for_all(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     monkeypatch.setattr(workers_module, "MEMORY", 1)
     monkeypatch.delenv("COMPILED_GRAPHS_WORKERS", raising=False)
-    assert worker_count() == 5
+    assert worker_count() == 7
 
 
 def test_little_memory_means_few_processes(monkeypatch):

@@ -35,6 +35,7 @@ def watched(model, seen):
 @pytest.mark.parametrize("name", ["tiny_sd15", "tiny_sdxl"])
 def test_from_the_first_step_to_the_last(name, load, sample, registry):
     model = load(name)
+    weights = {key: weight.clone() for key, weight in model.model.state_dict().items()}
     expected = sample(model, name, steps=3)
     ours = host.compile_model(model, host.Request("eager"))[0]
     assert layouts(model) == {False}
@@ -46,8 +47,11 @@ def test_from_the_first_step_to_the_last(name, load, sample, registry):
         assert ((image - expected).norm() / expected.norm()).item() <= BOUND
     assert not host.compiled_model(ours).counters.eager_calls
     seen = []
-    torch.testing.assert_close(sample(model, name, steps=3, callback=watched(model, seen)), expected, rtol=0, atol=0)
+    again = sample(model, name, steps=3, callback=watched(model, seen))
     assert seen == [{False}] * 3
+    assert all(torch.equal(weight.cpu(), weights[key].cpu()) for key, weight in model.model.state_dict().items())
+    if not torch.cuda.is_available():  # a GPU's sums come in no fixed order
+        assert torch.equal(again, expected)
 
 
 def test_compiled_twice_once_and_not_at_all(model, sample, registry):
