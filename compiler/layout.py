@@ -81,22 +81,29 @@ def group_norm_by_channel(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.group_norm` from the moments of each channel.
 
-    input: [batch, channels, ...]. In channels_last a group is a few neighbours out of every pixel, which
-    reads badly; a channel's moments read the map once, side by side. Groups get theirs from them by Chan,
-    Golub and LeVeque's rule (1979), which cancels no digits as a difference of squares would.
+    input: [batch, channels, ..., width]. In channels_last a group is a few neighbours out of every pixel, which
+    reads badly; moments of each channel in each row of pixels read the map once, side by side, and no size that
+    is a symbol has to be divided by. Groups get theirs from them by Chan, Golub and LeVeque's rule (1979), which
+    cancels no digits as a difference of squares would.
     """
-    batch, channels = input.shape[:2]
+    channels = input.shape[1]
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    variance, mean = torch.var_mean(wide, dim=list(range(2, input.ndim)), correction=0)
-    grouped = (batch, num_groups, channels // num_groups)
-    variance, mean = variance.reshape(grouped), mean.reshape(grouped)
-    center = mean.mean(-1, keepdim=True)
-    spread = variance.mean(-1, keepdim=True) + (mean - center).square().mean(-1, keepdim=True)
-    scale = torch.rsqrt(spread + eps).expand(grouped).reshape(batch, channels)
-    shift = -center.expand(grouped).reshape(batch, channels) * scale
+    variance, mean = torch.var_mean(wide.movedim(1, -1), dim=-2, correction=0)
+    grouped = (num_groups, channels // num_groups)
+    variance, mean = variance.unflatten(-1, grouped), mean.unflatten(-1, grouped)
+    within = [*range(1, mean.ndim - 2), mean.ndim - 1]
+    between, center = torch.var_mean(mean, dim=within, correction=0)
+    spread = variance.mean(within) + between
+    scale, center = ((t.unsqueeze(-1).expand(-1, *grouped).flatten(1)) for t in (torch.rsqrt(spread + eps), center))
+    shift = -center * scale
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    pixels = (batch, channels) + (1,) * (input.ndim - 2)
-    return (wide * scale.reshape(pixels) + shift.reshape(pixels)).to(input.dtype)
+    pixels = (-1, channels) + (1,) * (input.ndim - 2)
+    return (wide * _computed_once(scale).reshape(pixels) + _computed_once(shift).reshape(pixels)).to(input.dtype)
+
+
+def _computed_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as it is; Inductor then computes it ahead and not again for each value it goes into."""
+    return tensor.as_strided(tensor.shape, tensor.stride())

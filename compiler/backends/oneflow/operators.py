@@ -8,6 +8,7 @@ this module too, and one without OneFlow reads the table's names.
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -150,6 +151,15 @@ def _upsample(x: Any, size: list[int] | None, factors: list[float] | None) -> An
 @_named("aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.contiguous.default")
 def _same(x: Any, memory_format: None = None) -> Any:
     """Layouts are OneFlow's own business."""
+    return x
+
+
+@_named("aten.as_strided.default")
+def _as_strided(x: Any, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+    """A contiguous tensor as it is: so tracing marks what is computed once."""
+    contiguous = [math.prod(x.shape[place + 1 :]) for place in range(x.dim())]
+    if [*size] != [*x.shape] or [*stride] != contiguous or offset:
+        raise NotImplementedError("memory that is looked at in another order")
     return x
 
 

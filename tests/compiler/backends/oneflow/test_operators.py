@@ -51,6 +51,7 @@ CASES = {
     "aten.alias.default": (lambda x: aten.alias(x), ROW),
     "aten.detach.default": (lambda x: aten.detach(x), ROW),
     "aten.contiguous.default": (lambda x: aten.contiguous(x), ROW),
+    "aten.as_strided.default": (lambda x: aten.as_strided(x, [3, 4], [4, 1]), ROW),
     "aten._to_copy.default": (lambda x: aten._to_copy(x, dtype=torch.int64), ROW),
     "aten.full.default": (lambda x: x + aten.full([3, 1], -0.5, dtype=x.dtype, device=x.device), ROW),
     "aten.full_like.default": (lambda x: aten.full_like(x, 3), ROW),
@@ -186,6 +187,12 @@ def test_sizes_are_computed_with():
     for shape in (MAP, (2, 8, 4, 9)):
         x = _numbers(*shape)
         torch.testing.assert_close(executable(x)[0], by_sizes(x))
+
+
+@pytest.mark.parametrize("place", [([4, 3], [3, 1], 0), ([3, 4], [1, 3], 0), ([2, 4], [4, 1], 4)])
+def test_memory_looked_at_in_another_order_is_refused(place):
+    with pytest.raises(NotImplementedError, match="another order"):
+        OPERATORS["aten.as_strided.default"](_numbers(*ROW), *place)
 
 
 def test_names_of_size_arithmetic_are_pythons():
