@@ -18,16 +18,22 @@ from matplotlib import pyplot
 
 VARIANTS = {
     "eager": "eager",
+    "eager_graph": "eager as a CUDA graph",
     "channels_last": "eager, channels_last",
+    "channels_last_graph": "eager, channels_last, as a CUDA graph",
     "blocks": "torch.compile per block",
+    "blocks_graph": "torch.compile per block, as a CUDA graph",
     "dynamic": "torch.compile, dynamic",
     "core": "TorchCompileModel",
     "static": "torch.compile, static",
-    "static_graph": "torch.compile, static, CUDA graph",
+    "static_graph": "torch.compile, static, as a CUDA graph",
     "called": "Compiled Graphs",
     "recorded": "Compiled Graphs, CUDA graphs",
 }
-COLORS = ("#9aa0a6", "#bdc1c6", "#fbe0a8", "#f6c26b", "#f3b05c", "#f29f4c", "#e2711d", "#7aa6e8", "#1a56b0")
+COLORS = (
+    *("#80868b", "#9aa0a6", "#bdc1c6", "#dadce0", "#fdeecb", "#fbe0a8"),
+    *("#f6c26b", "#f3b05c", "#f29f4c", "#e2711d", "#7aa6e8", "#1a56b0"),
+)
 GROWN = {"megapixels": "megapixels", "batch": "batch", "tokens": "tokens of text"}
 
 
@@ -35,28 +41,31 @@ def main(source: str, picture: str) -> None:
     """Draw what a file holds."""
     rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
     figure = growth(rows) if "grows" in rows[0] else bars(rows)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.88 if figure.legends else 1))
     figure.savefig(picture)
 
 
 def bars(rows: list[dict]) -> pyplot.Figure:
-    """Draw one group of bars per size."""
-    shown = [name for name in VARIANTS if any(name in row for row in rows)]
-    width = 0.8 / len(shown)
-    figure, axes = pyplot.subplots(figsize=(max(7, 1.9 * len(rows)), 4.2), dpi=150)
-    for number, name in enumerate(shown):
-        places = [place + (number - (len(shown) - 1) / 2) * width for place in range(len(rows))]
-        heights = [row.get(name) or 0 for row in rows]
-        drawn = axes.bar(places, heights, width * 0.94, label=VARIANTS[name], color=COLORS[[*VARIANTS].index(name)])
-        axes.bar_label(drawn, [f"{height:.0f}" if height else "" for height in heights], fontsize=7, padding=1)
-    for place, row in enumerate(rows):
+    """Draw a panel per size, each with an axis of its own."""
+    figure, panels = pyplot.subplots(1, len(rows), figsize=(max(4, 2.2 * len(rows)), 4.8), dpi=150, squeeze=False)
+    for axes, row in zip(panels[0], rows, strict=True):
+        shown = [name for name in VARIANTS if row.get(name)]
+        colors = [COLORS[[*VARIANTS].index(name)] for name in shown]
+        drawn = axes.bar(range(len(shown)), [row[name] for name in shown], 0.9, color=colors)
+        axes.bar_label(drawn, [f"{row[name]:.0f}" if row[name] >= 20 else f"{row[name]:.1f}" for name in shown],
+                       fontsize=6, padding=1)  # fmt: skip
         if row.get("floor"):
-            label = "matrix products alone" if place == 0 else None
-            axes.hlines(row["floor"], place - 0.42, place + 0.42, "#202124", linestyles="dashed", lw=1, label=label)
-    axes.set_xticks(range(len(rows)), [_size(row) for row in rows], fontsize=8)
-    axes.set_ylabel("milliseconds a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+            axes.axhline(row["floor"], color="#202124", linestyle="dashed", lw=1)
+        axes.set_xticks([])
+        axes.set_xlabel(_size(row), fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("milliseconds a step")
+    met = [name for name in VARIANTS if any(row.get(name) for row in rows)]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLORS[[*VARIANTS].index(name)]) for name in met]
+    floor = pyplot.Line2D([], [], color="#202124", linestyle="dashed", lw=1)
+    labels = [*(VARIANTS[name] for name in met), "matrix products alone"]
+    figure.legend([*handles, floor], labels, frameon=False, fontsize=7, ncols=4, loc="upper center")
     return figure
 
 
@@ -76,7 +85,7 @@ def growth(rows: list[dict]) -> pyplot.Figure:
             axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("milliseconds a step")
     panels[1][0].set_ylabel("peak GiB, weights included")
-    panels[0][0].legend(frameon=False, fontsize=8)
+    panels[0][1].legend(frameon=False, fontsize=8, loc="upper left")
     return figure
 
 

@@ -105,5 +105,5 @@ def group_norm_by_channel(
 
 
 def _computed_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as it is; Inductor then computes it ahead and not again for each value it goes into."""
+    """Return a contiguous tensor as it is. Inductor then computes it ahead, not again for each value it goes into."""
     return tensor.as_strided(tensor.shape, tensor.stride())
