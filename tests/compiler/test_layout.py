@@ -9,12 +9,13 @@ from compiled_graphs.compiler.layout import ChannelsLast, group_norm_by_channel
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 5, 7), (1, 8, 1, 1), (3, 4, 2, 5, 6)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("affine", [True, False])
-def test_group_norm_by_channel_is_group_norm(shape, affine):
+def test_group_norm_by_channel_is_group_norm(shape, groups, affine):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3 + 1
     weight, bias = (torch.randn(shape[1]), torch.randn(shape[1])) if affine else (None, None)
-    expected = F.group_norm(x, 4, weight, bias, 1e-6)
-    torch.testing.assert_close(group_norm_by_channel(x, 4, weight, bias, 1e-6), expected, rtol=1e-5, atol=1e-5)
+    expected = F.group_norm(x, groups, weight, bias, 1e-6)
+    torch.testing.assert_close(group_norm_by_channel(x, groups, weight, bias, 1e-6), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_group_norm_by_channel_keeps_its_digits_far_from_zero():

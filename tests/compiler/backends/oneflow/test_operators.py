@@ -11,6 +11,7 @@ from compiled_graphs.compiler import attention
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 from compiled_graphs.compiler.backends.oneflow.operators import OPERATORS
 from compiled_graphs.compiler.graph import GraphSpec, InputSpec
+from compiled_graphs.compiler.layout import group_norm_by_channel
 from compiled_graphs.compiler.trace import ExportedRegion
 from torch import nn
 
@@ -170,6 +171,14 @@ def test_values_are_torchs(name, dtype):
     assert len(results) == len(expected)
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted, **bound)
+
+
+@pytest.mark.oneflow
+@pytest.mark.parametrize("shape", [MAP, (2, 8, 3, 5, 7)])
+def test_group_norm_as_it_is_traced_for_gpus(shape):
+    tensors = [_numbers(*shape), _numbers(8), _numbers(8)]
+    (result,) = run(lambda x, weight, bias: group_norm_by_channel(x, 4, weight, bias), tensors)
+    torch.testing.assert_close(result, nn.functional.group_norm(tensors[0], 4, *tensors[1:]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.oneflow
