@@ -6,6 +6,7 @@ data, cuDNN or a pointwise kernel transposes it there and back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,29 +80,37 @@ def group_norm_by_channel(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.group_norm` from the moments of each channel.
+    """Compute `torch.nn.functional.group_norm` from sums over each channel's rows of pixels.
 
     input: [batch, channels, ..., width]. In channels_last a group is a few neighbours out of every pixel, which
-    reads badly; moments of each channel in each row of pixels read the map once, side by side, and no size that
-    is a symbol has to be divided by. Groups get theirs from them by Chan, Golub and LeVeque's rule (1979), which
-    cancels no digits as a difference of squares would.
+    reads badly; rows of each channel read the map once, side by side, and no size that is a symbol has to be
+    divided by. What is squared is the distance from one of the group's values: a difference of large squares would
+    have no digits left (Chan, Golub and LeVeque, 1983), and a running mean costs a division for every value.
     """
     channels = input.shape[1]
+    grouped, per_pixel = (num_groups, channels // num_groups), (-1, channels) + (1,) * (input.ndim - 2)
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    variance, mean = torch.var_mean(wide.movedim(1, -1), dim=-2, correction=0)
-    grouped = (num_groups, channels // num_groups)
-    variance, mean = variance.unflatten(-1, grouped), mean.unflatten(-1, grouped)
-    within = [*range(1, mean.ndim - 2), mean.ndim - 1]
-    between, center = torch.var_mean(mean, dim=within, correction=0)
-    spread = variance.mean(within) + between
-    scale, center = ((t.unsqueeze(-1).expand(-1, *grouped).flatten(1)) for t in (torch.rsqrt(spread + eps), center))
-    shift = -center * scale
+    anchor = wide.unflatten(1, grouped).select(2, 0)
+    for size in reversed(input.shape[2:]):
+        anchor = anchor.select(-1, size // 2)
+    squares = (wide - _by_channel(anchor, grouped).reshape(per_pixel)).square()
+    # One tensor of both sums: two would be added up by two kernels.
+    sums = torch.stack([values.movedim(1, -1).sum(-2) for values in (wide, squares)]).unflatten(-1, grouped)
+    within = [*range(2, sums.ndim - 2), sums.ndim - 1]
+    mean, square = (sums.sum(within) / (math.prod(input.shape[2:]) * grouped[1])).unbind()
+    variance = (square - (mean - anchor).square()).clamp_min(0)
+    scale = _by_channel(torch.rsqrt(variance + eps), grouped)
+    shift = -_by_channel(mean, grouped) * scale
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    pixels = (-1, channels) + (1,) * (input.ndim - 2)
-    return (wide * _computed_once(scale).reshape(pixels) + _computed_once(shift).reshape(pixels)).to(input.dtype)
+    scale, shift = (_computed_once(factor).reshape(per_pixel) for factor in (scale, shift))
+    return (wide * scale + shift).to(input.dtype)
+
+
+def _by_channel(of_groups: torch.Tensor, grouped: tuple[int, int]) -> torch.Tensor:
+    return of_groups.unsqueeze(-1).expand(-1, *grouped).flatten(1)
 
 
 def _computed_once(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,34 @@ def test_group_norm_by_channel_keeps_its_digits_far_from_zero():
     torch.testing.assert_close(group_norm_by_channel(x, 2), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("far", [30.0, 1000.0])
+def test_group_norm_by_channel_bears_an_anchor_far_from_everything_else(far):
+    x = torch.randn(1, 8, 64, 64, generator=torch.Generator().manual_seed(0))
+    x[:, :, 32, 32] += far
+    expected = F.group_norm(x.double(), 2).float()
+    torch.testing.assert_close(group_norm_by_channel(x, 2), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1e4])
+def test_group_norm_by_channel_of_a_flat_map_is_flat(value):
+    x = torch.full((1, 8, 16, 16), value)
+    assert torch.equal(group_norm_by_channel(x, 2), torch.zeros_like(x))
+
+
+def test_sizes_that_group_norm_by_channel_computes_with_stay_symbols():
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return group_norm_by_channel(x, 2)
+
+    auto = torch.export.Dim.AUTO
+    example = torch.randn(2, 8, 6, 10)
+    program = torch.export.export(Norm(), (example,), dynamic_shapes=({0: auto, 2: auto, 3: auto},), strict=False)
+    (x,) = (node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+    assert [isinstance(size, int) for size in x.shape] == [False, True, False, False]
+    other = torch.randn(3, 8, 7, 5)
+    torch.testing.assert_close(program.module()(other), F.group_norm(other, 2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_group_norm_by_channel_computes_half_precision_in_single(dtype):
     x = (torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0)) * 200).to(dtype)
