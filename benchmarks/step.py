@@ -296,7 +296,8 @@ def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
             graph = record_on_gpu(lambda: model.diffusion_model(*args, **kwargs), pool)
             return pipelined(graph.replay, repeats)
         except (RuntimeError, TypeError) as error:
-            print(f"    no CUDA graph: {str(error).splitlines()[0]}")
+            causes = [str(cause).splitlines()[0] for cause in (error, error.__context__) if cause is not None]
+            print(f"    no CUDA graph: {', while handling '.join(causes)}")
             return None
         finally:
             hook.remove()
