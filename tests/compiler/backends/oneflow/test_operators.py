@@ -181,21 +181,22 @@ def test_group_norm_as_it_is_traced_for_gpus(shape):
     torch.testing.assert_close(result, nn.functional.group_norm(tensors[0], 4, *tensors[1:]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.oneflow
-def test_sizes_are_computed_with():
-    def by_sizes(x):
-        height, width = x.shape[2:]
-        area = (height * 2 - 1) // 3 + width % 4 - (-height) + width**2
-        return aten.expand(x.mean(dim=(2, 3), keepdim=True), [2, 8, area, height])
+def _by_sizes(x):
+    height, width = x.shape[2:]
+    area = (height * 2 - 1) // 3 + width % 4 - (-height) + width**2
+    return aten.expand(x.mean(dim=(2, 3), keepdim=True), [2, 8, area, height])
 
-    x = _numbers(*MAP)
+
+@pytest.mark.oneflow
+@pytest.mark.parametrize("function", [_by_sizes, lambda x: group_norm_by_channel(x, 4)])
+def test_sizes_are_computed_with(function):
     dynamic = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
-    program = torch.export.export(Function(by_sizes), (x,), dynamic_shapes=((dynamic,),), strict=False)
+    program = torch.export.export(Function(function), (_numbers(*MAP),), dynamic_shapes=((dynamic,),), strict=False)
     spec = GraphSpec("", "cpu", (), (InputSpec(MAP, "torch.float32", "contiguous"),), (), (), (), "")
     executable = OneFlowBackend().compile(ExportedRegion(program, spec))
     for shape in (MAP, (2, 8, 4, 9)):
         x = _numbers(*shape)
-        torch.testing.assert_close(executable(x)[0], by_sizes(x))
+        torch.testing.assert_close(executable(x)[0], function(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("place", [([4, 3], [3, 1], 0), ([3, 4], [1, 3], 0), ([2, 4], [4, 1], 4)])
