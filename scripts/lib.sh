@@ -84,8 +84,20 @@ install_comfyui() {
         pip --no-deps --no-build-isolation comfyui==0.0.1
         pip -c "$CG_HOME/constraints.txt" -r "$ROOT/scripts/comfyui_index.txt"
     fi
-    # These name a torch of their own. torchvision 0.16 is the newest that imports without matching binaries.
-    pip --no-deps torchsde trampoline kornia kornia_rs spandrel
-    imports torchvision || { pip --no-deps torchvision==0.16.2 && pip requests; }
+    pip --no-deps torchsde trampoline kornia kornia_rs spandrel  # these name a torch of their own
+    install_torchvision
     printf '%s' "$want" >"$stamp"
+}
+
+# 0.16 is the newest that imports without binaries for the torch that is there; Python 3.12 and newer have no 0.16.
+install_torchvision() {
+    imports torchvision && return
+    if CG_QUIET=1 pip --no-deps torchvision==0.16.2; then
+        pip requests
+    elif grep -q '+cpu$' "$CG_HOME/constraints.txt"; then
+        pip uv && "$CG_HOME/venv/$BIN/uv" pip install --quiet --python "$CG_HOME/venv/$BIN/python" --torch-backend cpu -c "$CG_HOME/constraints.txt" torchvision || true
+    else
+        pip -c "$CG_HOME/constraints.txt" torchvision || true
+    fi
+    imports torchvision || fail "no torchvision for this torch could be installed: install one into $CG_HOME/venv by hand and run this again"
 }
