@@ -64,9 +64,22 @@ def opaque_attention(
     if not _can_resolve(name) or any(value is not None for key, value in options.items() if key not in known):
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
     register_operator()
+    if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
+        q = by_tokens(q)
     return torch.ops.compiled_graphs.attention(
         name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape
     )
+
+
+def by_tokens(q: torch.Tensor) -> torch.Tensor:
+    """Return queries [batch, heads, tokens, dim] laid out as [batch, tokens, heads, dim], if they are contiguous.
+
+    GPU kernels write their output in the order of the queries, and it is to be [batch, tokens, heads * dim]: that
+    saves a copy, where laying out the queries costs nothing, since a compiled kernel writes them anyhow.
+    """
+    if not q.is_contiguous():
+        return q
+    return q.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def opaque_map_attention(function: Callable) -> Callable:

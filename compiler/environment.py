@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from .backends import Backend
 
-_TRACING = ("attention", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
+_TRACING = ("attention", "gpu_functions", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
 """Modules here that decide what graph a region becomes."""
 _INDUCTOR = ("backends/inductor", "backends/repeats")
 _COMPILING = {"inductor": _INDUCTOR, "inductor_fp8": ("backends/float8", *_INDUCTOR)}

@@ -20,9 +20,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from .fingerprint import region_code, tensor_attributes
+from .gpu_functions import ForGPUs
 from .graph import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .host import Host
-from .layout import ChannelsLast, has_layouts, input_format, laid_out, stride_in
+from .layout import has_layouts, input_format, laid_out, stride_in
 from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
@@ -136,7 +137,7 @@ class _PureRegion(nn.Module):
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
-        with ChannelsLast():
+        with ForGPUs():
             result = call_forward(region, arguments, context)
         leaves, spec = pytree.tree_flatten(arguments)
         # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.

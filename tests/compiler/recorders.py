@@ -1,8 +1,10 @@
-"""What takes the place of CUDA graphs where there is no GPU."""
+"""What takes the place of a GPU and of CUDA graphs where there are none, and who watches operators."""
 
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Repeated:
@@ -20,3 +22,20 @@ def repeat(call, pool):
     """Satisfies `recordings.Record`."""
     call()
     return Repeated(call)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def on_absent_gpu(tensor):
+    """Return a fake tensor that is said to be on a GPU; most operators can be traced with it where there is none."""
+    return FakeTensor(FakeTensorMode(allow_non_fake_inputs=True), tensor.to("meta"), torch.device("cuda", 0))

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.attention import opaque_attention, opaque_map_attention, register_operator
+from compiled_graphs.compiler.attention import by_tokens, opaque_attention, opaque_map_attention, register_operator
 from networks import Stack, compile_network, export, host_attention, host_map_attention
+from recorders import Operators, on_absent_gpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,6 +51,23 @@ def test_the_operator_foretells_the_shape_it_returns(layout):
         fakes = [mode.from_tensor(t) for t in (q, k, v)]
         foretold = opaque_attention(host_attention, *fakes, HEADS, **options(*layout))
     assert (foretold.shape, foretold.stride(), foretold.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def test_queries_by_tokens_have_the_order_in_memory_of_what_attention_returns():
+    q = queries(5, skip_reshape=True)
+    ours = by_tokens(q)
+    assert torch.equal(ours, q)
+    assert ours.transpose(1, 2).is_contiguous()
+    packed = torch.randn(3, 5, 3 * HEADS, DIM).transpose(1, 2)[:, :HEADS]
+    assert by_tokens(packed) is packed
+
+
+@pytest.mark.parametrize(("layout", "is_changed"), zip(LAYOUTS, [False, True, False, False], strict=True))
+def test_queries_are_traced_by_tokens_where_a_gpu_returns_tokens(layout, is_changed):
+    q = on_absent_gpu(queries(5, layout[0]))
+    with Operators() as operators:
+        opaque_attention(host_attention, q, q, q, HEADS, **options(*layout))
+    assert ("clone.default" in operators.names) == is_changed
 
 
 def feature_map(layout):

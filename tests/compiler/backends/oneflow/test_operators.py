@@ -10,8 +10,8 @@ import torch
 from compiled_graphs.compiler import attention
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 from compiled_graphs.compiler.backends.oneflow.operators import OPERATORS
+from compiled_graphs.compiler.gpu_functions import group_norm_by_channel
 from compiled_graphs.compiler.graph import GraphSpec, InputSpec
-from compiled_graphs.compiler.layout import group_norm_by_channel
 from compiled_graphs.compiler.trace import ExportedRegion
 from torch import nn
 

@@ -1,11 +1,12 @@
-"""One memory format through a graph."""
+"""Functions in another form."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_graphs.compiler.layout import ChannelsLast, group_norm_by_channel
+from compiled_graphs.compiler.gpu_functions import ForGPUs, gelu_by_exponentials, group_norm_by_channel
+from recorders import Operators, on_absent_gpu
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 5, 7), (1, 8, 1, 1), (3, 4, 2, 5, 6)])
@@ -62,6 +63,39 @@ def test_group_norm_by_channel_computes_half_precision_in_single(dtype):
 
 def test_nothing_is_rewritten_on_a_cpu():
     x = torch.randn(1, 8, 4, 4)
-    with ChannelsLast():
+    with Operators() as operators, ForGPUs():
+        F.gelu(x.half())
+    assert operators.names == {"_to_copy.default", "gelu.default"}
+    with ForGPUs():
         assert torch.equal(F.group_norm(x, 2), torch.group_norm(x, 2))
         assert F.interpolate(x, scale_factor=2.0).is_contiguous()
+
+
+VALUES = torch.cat([torch.linspace(-12, 12, 24001), torch.tensor([0.0, -0.0, 1e-7, -6e4, 6e4])])
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gelu_by_exponentials_is_as_near_to_gelu_as_torch_comes(dtype, approximate):
+    x = VALUES.to(dtype)
+    exact = F.gelu(x.double(), approximate=approximate)
+    ours, theirs = (f(x, approximate=approximate) for f in (gelu_by_exponentials, F.gelu))
+    assert ours.dtype == dtype
+    rounding = torch.finfo(dtype).eps * exact.abs() / 2 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert ((ours.double() - exact).abs() <= rounding * 1.02 + 2e-7).all()
+    assert (ours.double() - exact).norm() <= (theirs.double() - exact).norm() * 1.001
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_by_exponentials_bears_what_half_precision_can_hold(approximate):
+    largest = torch.tensor([3e38, -3e38, float("inf")], dtype=torch.bfloat16)
+    assert torch.equal(gelu_by_exponentials(largest, approximate), largest.clamp_min(0))
+    assert gelu_by_exponentials(torch.tensor([float("nan")]).half(), approximate).isnan().all()
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gelu_is_rewritten_for_half_precision_on_a_gpu_only(dtype, approximate):
+    with Operators() as operators, ForGPUs():
+        F.gelu(on_absent_gpu(torch.empty(4, dtype=dtype)), approximate=approximate)
+    assert ("gelu.default" in operators.names) == (dtype is torch.float32)
