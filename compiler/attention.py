@@ -65,21 +65,21 @@ def opaque_attention(
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
     register_operator()
     if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
-        q = by_tokens(q)
+        q, k, v = map(by_tokens, (q, k, v))
     return torch.ops.compiled_graphs.attention(
         name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape
     )
 
 
-def by_tokens(q: torch.Tensor) -> torch.Tensor:
-    """Return queries [batch, heads, tokens, dim] laid out as [batch, tokens, heads, dim], if they are contiguous.
+def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [batch, heads, tokens, dim] laid out as [batch, tokens, heads, dim], if it is contiguous.
 
     GPU kernels write their output in the order of the queries, and it is to be [batch, tokens, heads * dim]: that
-    saves a copy, where laying out the queries costs nothing, since a compiled kernel writes them anyhow.
+    saves a copy, where laying out what goes in costs nothing, since a compiled kernel writes it anyhow.
     """
-    if not q.is_contiguous():
-        return q
-    return q.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    if not tensor.is_contiguous():
+        return tensor
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def opaque_map_attention(function: Callable) -> Callable:

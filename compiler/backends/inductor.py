@@ -19,7 +19,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -97,13 +97,19 @@ def _compiled(module: torch.fx.GraphModule) -> Any:
         return standalone_compile(module, examples, dynamic_shapes="from_graph", **ahead_of_time)
 
 
-def _preferences() -> AbstractContextManager[Any]:
-    """Return what is entered while a graph is compiled: where we choose otherwise than Inductor does by itself.
+@contextmanager
+def _preferences() -> Iterator[None]:
+    """While a graph is compiled, choose otherwise than Inductor does by itself.
 
     It keeps rows of up to 1,024 values in registers while it normalises them, and reads longer ones twice. Those of
     transformers have up to 4,096, and take 5.9 us where they took 10.1 (2,048 rows of 1,280 in fp16 on an H200). Of
     heads, whose rows do not follow each other, it keeps 64 values, and they have 128.
+
+    It times two forms of each kernel that goes value by value, at a graph's example sizes, which are small, and while
+    other graphs are compiled on the same GPU. The form that reads more at once is the faster one wherever time is to
+    be gained; the other one was taken by chance now and then, and took up to twice as long.
     """
+    from torch._inductor import config
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
@@ -117,7 +123,8 @@ def _preferences() -> AbstractContextManager[Any]:
             longest = {ReductionHint.INNER: LONGEST_ROW, ReductionHint.DEFAULT: LONGEST_HEAD}.get(hint, 0)
             return values.is_Integer and bool(values <= longest)
 
-    return V.set_choices_handler(Choices())
+    with V.set_choices_handler(Choices()), config.patch({"triton.autotune_pointwise": False}):
+        yield
 
 
 class Library:
