@@ -33,6 +33,7 @@ from networks import (
     transformer,
     weights_of,
 )
+from torch import nn
 from torch._inductor import cpp_builder, exc
 
 BACKEND = InductorBackend()
@@ -162,12 +163,34 @@ def test_sizes_whose_indices_do_not_fit_32_bits_are_refused():
 
 
 def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
+    from torch._inductor import config
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 
-    with inductor._preferences():
+    before = config.triton.autotune_pointwise
+    with inductor._preferences(gathers=not before):
         assert type(V.choices) is not InductorChoices
+        assert config.triton.autotune_pointwise is not before
     assert type(V.choices) is InductorChoices
+    assert config.triton.autotune_pointwise is before
+
+
+class Turning(nn.Module):
+    """Turns pairs of values, as rotary embeddings do."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        x = x.unflatten(-1, (-1, 1, 2))
+        return x.select(self.dim, 0) - x.select(self.dim, 1)
+
+
+@pytest.mark.parametrize(("dim", "gathers"), [(-1, True), (4, True), (0, False), (1, False)])
+def test_forms_of_a_kernel_are_timed_where_pairs_are_taken_apart(dim, gathers):
+    program = torch.export.export(Turning(dim), (torch.randn(2, 3, 8),), strict=False)
+    assert any(map(inductor._takes_a_pair_apart, program.graph.nodes)) is gathers
 
 
 LOADING = """
