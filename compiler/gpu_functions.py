@@ -6,7 +6,7 @@ They compute the same within what their dtype can hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ from .layout import CHANNELS_LAST, laid_out
 class ForGPUs(TorchFunctionMode):
     """While a region is traced for a GPU, has another form of these functions traced. On a CPU it changes nothing."""
 
+    def __init__(self, has_maps: bool) -> None:
+        """`has_maps` if what the region is called with are feature maps, which have four dimensions as heads do."""
+        super().__init__()
+        self._has_maps = has_maps
+
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -30,6 +35,8 @@ class ForGPUs(TorchFunctionMode):
             return _group_norm_on_gpu(*args, **kwargs)
         if function is F.gelu:
             return _gelu_on_gpu(*args, **kwargs)
+        if function is torch.cat and not self._has_maps:
+            return _cat_on_gpu(*args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -43,6 +50,21 @@ def _gelu_on_gpu(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor
     if input.device.type != "cuda" or input.dtype not in (torch.float16, torch.bfloat16):
         return F.gelu(input, *args, **kwargs)
     return gelu_by_exponentials(input, *args, **kwargs)
+
+
+def _cat_on_gpu(tensors: Sequence[torch.Tensor], dim: int = 0, **kwargs: Any) -> torch.Tensor:
+    if kwargs or dim != 2 or any(t.device.type != "cuda" or t.ndim != 4 for t in tensors):
+        return torch.cat(tensors, dim, **kwargs)
+    return cat_by_tokens(tensors)
+
+
+def cat_by_tokens(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate [batch, heads, tokens, dim] along tokens, and lay the result out as [batch, tokens, heads, dim].
+
+    So they come from a linear layer, and so attention returns them: laid out by heads in between, kernels would
+    compute where a value lies from sizes that are symbols, and read the factors of a rotary embedding once a head.
+    """
+    return torch.cat([tensor.transpose(1, 2) for tensor in tensors], 1).transpose(1, 2)
 
 
 def group_norm_by_channel(

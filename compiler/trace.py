@@ -137,7 +137,7 @@ class _PureRegion(nn.Module):
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
-        with ForGPUs():
+        with ForGPUs(has_maps):
             result = call_forward(region, arguments, context)
         leaves, spec = pytree.tree_flatten(arguments)
         # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_graphs.compiler.gpu_functions import ForGPUs, gelu_by_exponentials, group_norm_by_channel
+from compiled_graphs.compiler.gpu_functions import (
+    ForGPUs,
+    cat_by_tokens,
+    gelu_by_exponentials,
+    group_norm_by_channel,
+)
 from recorders import Operators, on_absent_gpu
 
 
@@ -63,10 +68,10 @@ def test_group_norm_by_channel_computes_half_precision_in_single(dtype):
 
 def test_nothing_is_rewritten_on_a_cpu():
     x = torch.randn(1, 8, 4, 4)
-    with Operators() as operators, ForGPUs():
+    with Operators() as operators, ForGPUs(has_maps=True):
         F.gelu(x.half())
     assert operators.names == {"_to_copy.default", "gelu.default"}
-    with ForGPUs():
+    with ForGPUs(has_maps=True):
         assert torch.equal(F.group_norm(x, 2), torch.group_norm(x, 2))
         assert F.interpolate(x, scale_factor=2.0).is_contiguous()
 
@@ -96,6 +101,25 @@ def test_gelu_by_exponentials_bears_what_half_precision_can_hold(approximate):
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gelu_is_rewritten_for_half_precision_on_a_gpu_only(dtype, approximate):
-    with Operators() as operators, ForGPUs():
+    with Operators() as operators, ForGPUs(has_maps=True):
         F.gelu(on_absent_gpu(torch.empty(4, dtype=dtype)), approximate=approximate)
     assert ("gelu.default" in operators.names) == (dtype is torch.float32)
+
+
+def test_cat_by_tokens_is_cat_in_another_layout():
+    tensors = [torch.randn(2, 3, tokens, 4) for tokens in (5, 1)]
+    ours = cat_by_tokens(tensors)
+    assert torch.equal(ours, torch.cat(tensors, 2))
+    assert ours.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("has_maps", [False, True])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 3, 4, 5), 2), ((2, 3, 4, 5), 1), ((2, 3, 4), 2)])
+def test_heads_on_a_gpu_are_joined_by_tokens_and_maps_are_not(shape, dim, has_maps):
+    tensors = [torch.empty(shape)] * 2
+    with ForGPUs(has_maps):
+        on_cpu = torch.cat(tensors, dim=dim)
+        on_gpu = torch.cat([on_absent_gpu(tensors[0])] * 2, dim=dim)
+    assert on_cpu.shape == on_gpu.shape
+    assert on_cpu.is_contiguous()
+    assert on_gpu.is_contiguous() == (has_maps or dim != 2 or len(shape) != 4)
