@@ -86,28 +86,19 @@ class Artifact:
 def _compiled(module: torch.fx.GraphModule) -> Any:
     from torch._inductor import standalone_compile
 
-    nodes = list(chain.from_iterable(m.graph.nodes for m in module.modules() if isinstance(m, torch.fx.GraphModule)))
-    for node in nodes:
+    for node in chain.from_iterable(m.graph.nodes for m in module.modules() if isinstance(m, torch.fx.GraphModule)):
         # Inductor's cache keys on these; with real tensors in their place two widths got one key.
         if node.meta.get("val") is not None:
             node.meta["example_value"] = node.meta["val"]
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     # Without it (torch 2.8, 2.9) the artifact is a set of cache entries, with it one self-contained callable.
     ahead_of_time = {"aot": True} if "aot" in inspect.signature(standalone_compile).parameters else {}
-    with _preferences(gathers=any(map(_takes_a_pair_apart, nodes))):
+    with _preferences():
         return standalone_compile(module, examples, dynamic_shapes="from_graph", **ahead_of_time)
 
 
-def _takes_a_pair_apart(node: torch.fx.Node) -> bool:
-    """Whether this selects from a last dimension of two, as rotary embeddings do (`comfy.ldm.flux.math`)."""
-    if node.target is not torch.ops.aten.select.int:
-        return False
-    shape, dim = node.args[0].meta["val"].shape, node.args[1]
-    return dim % len(shape) == len(shape) - 1 and shape[-1] == 2
-
-
 @contextmanager
-def _preferences(gathers: bool) -> Iterator[None]:
+def _preferences() -> Iterator[None]:
     """While a graph is compiled, choose otherwise than Inductor does by itself.
 
     It keeps rows of up to 1,024 values in registers while it normalises them, and reads longer ones twice. Those of
@@ -116,8 +107,8 @@ def _preferences(gathers: bool) -> Iterator[None]:
 
     It times two forms of each kernel that goes value by value, at a graph's example sizes, which are small, and while
     other graphs are compiled on the same GPU. The form that reads neighbours at once is the faster one at real sizes;
-    the other was taken by chance now and then, and took up to 2.5 times as long. Only where what is read are no
-    neighbours, `gathers`, can that one be twice as fast.
+    the other was taken by chance now and then, and took up to 2.5 times as long. Only a kernel that reads what are
+    no neighbours, as rotary embeddings do, can be twice as fast in that one, and is still timed.
     """
     from torch._inductor import config
     from torch._inductor.choices import InductorChoices
@@ -133,8 +124,18 @@ def _preferences(gathers: bool) -> Iterator[None]:
             longest = {ReductionHint.INNER: LONGEST_ROW, ReductionHint.DEFAULT: LONGEST_HEAD}.get(hint, 0)
             return values.is_Integer and bool(values <= longest)
 
-    with V.set_choices_handler(Choices()), config.patch({"triton.autotune_pointwise": gathers}):
+        def triton_kernel_kwargs(self, kernel: type, features: Any, *args: Any) -> dict[str, Any]:
+            config.triton.autotune_pointwise = _gathers(features)  # this kernel's code is written next
+            return super().triton_kernel_kwargs(kernel, features, *args)
+
+    with V.set_choices_handler(Choices()), config.patch({"triton.autotune_pointwise": True}):
         yield
+
+
+def _gathers(features: Any) -> bool:
+    """Whether a kernel reads something of which values that follow each other lie apart."""
+    reads = chain.from_iterable(node.read_writes.reads for node in features.scheduler_nodes())
+    return any(not read.stride1_for_last_dim() for read in reads if hasattr(read, "stride1_for_last_dim"))
 
 
 class Library:

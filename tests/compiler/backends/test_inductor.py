@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
+from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 from compiled_graphs.compiler.backends import inductor
 from compiled_graphs.compiler.backends.inductor import InductorBackend
@@ -35,6 +38,7 @@ from networks import (
 )
 from torch import nn
 from torch._inductor import cpp_builder, exc
+from torch._inductor.dependencies import MemoryDep, StarDep
 
 BACKEND = InductorBackend()
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -168,29 +172,47 @@ def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
     from torch._inductor.virtualized import V
 
     before = config.triton.autotune_pointwise
-    with inductor._preferences(gathers=not before):
+    with inductor._preferences():
         assert type(V.choices) is not InductorChoices
-        assert config.triton.autotune_pointwise is not before
+        config.triton.autotune_pointwise = not before
     assert type(V.choices) is InductorChoices
     assert config.triton.autotune_pointwise is before
 
 
-class Turning(nn.Module):
+def kernel_that_reads(*reads):
+    node = SimpleNamespace(read_writes=SimpleNamespace(reads=reads))
+    return SimpleNamespace(scheduler_nodes=lambda: [node])
+
+
+def test_a_kernel_gathers_if_values_that_follow_each_other_lie_apart_in_something_it_reads():
+    row, column = places = sympy.symbols("row column", integer=True)
+    neighbours, one_a_row, pairs = (
+        MemoryDep("x", index, places, (sympy.Integer(9), sympy.Integer(64)))
+        for index in (64 * row + column, row, 128 * row + 2 * column)
+    )
+    assert not inductor._gathers(kernel_that_reads(neighbours, one_a_row, StarDep("x")))
+    assert inductor._gathers(kernel_that_reads(neighbours, pairs))
+
+
+class TurningBlock(nn.Module):
     """Turns pairs of values, as rotary embeddings do."""
 
-    def __init__(self, dim):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.dim = dim
+        self.linear = nn.Linear(width, width)
+        self.turns = nn.Parameter(torch.randn(width // 2, 2, 2))
 
     def forward(self, x):
-        x = x.unflatten(-1, (-1, 1, 2))
-        return x.select(self.dim, 0) - x.select(self.dim, 1)
+        pairs = self.linear(torch.sigmoid(x)).unflatten(-1, (-1, 1, 2))
+        return (self.turns[..., 0] * pairs[..., 0] + self.turns[..., 1] * pairs[..., 1]).flatten(-2)
 
 
-@pytest.mark.parametrize(("dim", "gathers"), [(-1, True), (4, True), (0, False), (1, False)])
-def test_forms_of_a_kernel_are_timed_where_pairs_are_taken_apart(dim, gathers):
-    program = torch.export.export(Turning(dim), (torch.randn(2, 3, 8),), strict=False)
-    assert any(map(inductor._takes_a_pair_apart, program.graph.nodes)) is gathers
+@on_gpu
+def test_only_kernels_that_gather_are_timed_in_two_forms():
+    data = compiled_on_gpu(Stack(TurningBlock).to("cuda")).executable.to_bytes()
+    kernels = re.findall(rb"'kernel_name': '(\w+)'.*?'autotune_pointwise': (\w+)", data)
+    assert {is_timed for name, is_timed in kernels if b"sigmoid" in name} == {b"False"}
+    assert {is_timed for name, is_timed in kernels if b"select" in name} == {b"True"}
 
 
 LOADING = """
