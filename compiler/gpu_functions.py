@@ -53,7 +53,7 @@ def _gelu_on_gpu(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor
 
 
 def _cat_on_gpu(tensors: Sequence[torch.Tensor], dim: int = 0, **kwargs: Any) -> torch.Tensor:
-    if kwargs or dim != 2 or any(t.device.type != "cuda" or t.ndim != 4 for t in tensors):
+    if kwargs or dim not in (2, -2) or any(t.device.type != "cuda" or t.ndim != 4 for t in tensors):
         return torch.cat(tensors, dim, **kwargs)
     return cat_by_tokens(tensors)
 

@@ -114,12 +114,15 @@ def test_cat_by_tokens_is_cat_in_another_layout():
 
 
 @pytest.mark.parametrize("has_maps", [False, True])
-@pytest.mark.parametrize(("shape", "dim"), [((2, 3, 4, 5), 2), ((2, 3, 4, 5), 1), ((2, 3, 4), 2)])
-def test_heads_on_a_gpu_are_joined_by_tokens_and_maps_are_not(shape, dim, has_maps):
+@pytest.mark.parametrize(
+    ("shape", "dim", "are_heads"),
+    [((2, 3, 4, 5), 2, True), ((2, 3, 4, 5), -2, True), ((2, 3, 4, 5), 1, False), ((2, 3, 4), 2, False)],
+)
+def test_heads_on_a_gpu_are_joined_by_tokens_and_maps_are_not(shape, dim, are_heads, has_maps):
     tensors = [torch.empty(shape)] * 2
     with ForGPUs(has_maps):
         on_cpu = torch.cat(tensors, dim=dim)
         on_gpu = torch.cat([on_absent_gpu(tensors[0])] * 2, dim=dim)
     assert on_cpu.shape == on_gpu.shape
     assert on_cpu.is_contiguous()
-    assert on_gpu.is_contiguous() == (has_maps or dim != 2 or len(shape) != 4)
+    assert on_gpu.is_contiguous() == (has_maps or not are_heads)
