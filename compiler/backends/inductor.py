@@ -29,7 +29,7 @@ import torch
 
 from ..graph import Executable, GraphSpec
 from ..trace import ExportedRegion
-from .repeats import folded
+from .repeats import folded, tracing_once
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class Artifact:
         module.recompile()
         if (shorter := folded(module)) is not None:
             try:
-                return cls(_compiled(shorter))
+                with tracing_once():
+                    return cls(_compiled(shorter))
             except Exception as error:  # not every torch takes every subgraph
                 log.info("A graph is compiled in one piece: %s: %s", type(error).__name__, error)
         return cls(_compiled(module))

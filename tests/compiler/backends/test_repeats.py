@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import pytest
 import torch
 from compiled_graphs.compiler.backends import inductor
 from compiled_graphs.compiler.backends.inductor import Artifact, InductorBackend
-from compiled_graphs.compiler.backends.repeats import FEWEST, _Stretch, folded
+from compiled_graphs.compiler.backends.repeats import FEWEST, _Stretch, folded, tracing_once
 from networks import CPU, WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
 from torch import nn
+from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
 
 DEPTH = FEWEST + 2
 needs_compiler = pytest.mark.skipif(InductorBackend().available(CPU) is not None, reason="no C++ compiler here")
@@ -155,11 +157,42 @@ def test_a_stretch_is_a_subgraph_only_if_it_writes_to_nothing_and_names_no_memor
     assert stretch.is_pure() == pure
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The identifiers of the subgraphs that torch traced to see what they do to their operands."""
+    asking, identifiers = InvokeSubgraphHOP.gen_schema, []
+
+    def gen_schema(self, subgraph, identifier, *operands):
+        identifiers.append(identifier)
+        return asking(self, subgraph, identifier, *operands)
+
+    monkeypatch.setattr(InvokeSubgraphHOP, "gen_schema", gen_schema)
+    return identifiers
+
+
+def test_torch_asks_once_what_our_subgraph_does_and_always_of_others_and_in_other_threads(asked):
+    subgraph, x = torch.fx.symbolic_trace(lambda x: (x + 1,)), torch.randn(3)
+
+    def ask(identifier):
+        return invoke_subgraph.gen_schema(subgraph, identifier, x)
+
+    before = InvokeSubgraphHOP.gen_schema
+    with tracing_once():
+        assert ask("repeated") is ask("repeated")
+        ask("theirs"), ask("theirs")
+        thread = threading.Thread(target=ask, args=("repeated",))
+        thread.start()
+        thread.join()
+    assert InvokeSubgraphHOP.gen_schema is before
+    assert asked == ["repeated", "theirs", "theirs", "repeated"]
+
+
 @needs_compiler
-def test_inductor_compiles_it_and_what_it_makes_can_be_saved():
+def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
     network = Towers()
     exported = export(network)
     compiled = Artifact.compile(exported)
+    assert len(asked) <= 1  # never, where torch's cache has the artifact
     loaded = Artifact.load(compiled.to_bytes())
     for x in cases(network):
         for executable in (compiled, loaded):
