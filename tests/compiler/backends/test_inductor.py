@@ -179,6 +179,30 @@ def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
     assert config.triton.autotune_pointwise is before
 
 
+@pytest.mark.parametrize(
+    ("values", "hint", "in_registers"),
+    [
+        (4096, "INNER", True),
+        (4097, "INNER", False),
+        (256, "DEFAULT", True),
+        (257, "DEFAULT", False),
+        (64, "OUTER", False),
+        (sympy.Symbol("tokens"), "INNER", False),
+    ],
+)
+def test_rows_and_heads_of_known_length_are_reduced_in_registers(monkeypatch, values, hint, in_registers):
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(lambda *_: False))
+    row = SimpleNamespace(
+        reduction_numel=sympy.sympify(values), get_reduction_hint=lambda: getattr(ReductionHint, hint)
+    )
+    with inductor._preferences():
+        assert V.choices.should_use_persistent_reduction(row, False) == in_registers
+
+
 def kernel_that_reads(*reads):
     node = SimpleNamespace(read_writes=SimpleNamespace(reads=reads))
     return SimpleNamespace(scheduler_nodes=lambda: [node])
