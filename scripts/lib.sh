@@ -85,6 +85,7 @@ install_comfyui() {
         pip -c "$CG_HOME/constraints.txt" -r "$ROOT/scripts/comfyui_index.txt"
     fi
     pip --no-deps torchsde trampoline kornia kornia_rs spandrel  # these name a torch of their own
+    pip requests  # ComfyUI and torchvision 0.16 import it, and neither names it for every Python
     install_torchvision
     printf '%s' "$want" >"$stamp"
 }
@@ -92,9 +93,8 @@ install_comfyui() {
 # 0.16 is the newest that imports without binaries for the torch that is there; Python 3.12 and newer have no 0.16.
 install_torchvision() {
     imports torchvision && return
-    if CG_QUIET=1 pip --no-deps torchvision==0.16.2; then
-        pip requests
-    elif grep -q '+cpu$' "$CG_HOME/constraints.txt"; then
+    CG_QUIET=1 pip --no-deps torchvision==0.16.2 && imports torchvision && return
+    if grep -q '+cpu$' "$CG_HOME/constraints.txt"; then
         pip uv && "$CG_HOME/venv/$BIN/uv" pip install --quiet --python "$CG_HOME/venv/$BIN/python" --torch-backend cpu -c "$CG_HOME/constraints.txt" torchvision || true
     else
         pip -c "$CG_HOME/constraints.txt" torchvision || true
