@@ -6,12 +6,15 @@ tensors, so this takes seconds and no memory for any model, before it is loaded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from .host import Host
 from .region import Region
@@ -67,29 +70,55 @@ def wanted_variants(
 
 
 def _observe(
-    model: nn.Module, regions: Iterable[Region], device: torch.device, host: Host, call: ModelCall, sizes: Sizes
+    model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall, sizes: Sizes
 ) -> dict[str, list[_Seen]]:
     seen: dict[str, list[_Seen]] = {region.path: [] for region in regions}
+    results: dict[Hashable, Any] = {}
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         twin = skeleton(model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
-        for region in regions:
+        for region, fingerprint in regions.items():
             block = twin.get_submodule(region.path)
-            block.register_forward_pre_hook(_recorder(seen[region.path], host), with_kwargs=True)
+            block.forward = partial(_watched, block, fingerprint, host, seen[region.path], results)
         call(twin, sizes)
     return seen
 
 
-def _recorder(found: list[_Seen], host: Host) -> Callable:
-    def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        try:
-            structure, tensors = read(bind(type(module), args, kwargs, host.context_arguments), fake=True)
-        except Unsupported:
-            return
-        if tensors:
-            shapes = tuple(tuple(int(s) for s in t.shape) for t in tensors)
-            found.append(_Seen(structure, shapes, tuple(t.dtype for t in tensors), tensors[0].device))
+def _watched(
+    block: nn.Module,
+    fingerprint: str,
+    host: Host,
+    seen: list[_Seen],
+    results: dict[Hashable, Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Note a region's call and run it, unless an equal region has had an equal one: only sizes are asked for."""
+    run = partial(type(block).forward, block, *args, **kwargs)
+    try:
+        call = bind(type(block), args, kwargs, host.context_arguments)
+        structure, tensors = read(call, fake=True)
+    except Unsupported:
+        return run()
+    if not tensors:
+        return run()
+    layouts = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
+    shapes, _, dtypes, devices = zip(*layouts, strict=True)
+    seen.append(_Seen(structure, shapes, dtypes, devices[0]))
+    known = (fingerprint, structure.text, layouts)
+    if known not in results:
+        before = pytree.tree_leaves(call.arguments)
+        result = run()
+        after = pytree.tree_leaves(call.arguments)
+        # What writes to a list that it is given has to run each time.
+        if len(before) != len(after) or any(one is not other for one, other in zip(before, after, strict=True)):
+            return result
+        results[known] = result
+    return pytree.tree_map_only(torch.Tensor, _like, results[known])
 
-    return record
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _variant(region: Region, fingerprint: str, one: _Seen, other: _Seen) -> Variant | None:

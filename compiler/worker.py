@@ -28,6 +28,7 @@ from .errors import one_line
 from .fingerprint import fingerprint
 from .graph import GraphSpec
 from .host import Host
+from .libraries import Example
 from .signature import parse
 from .trace import ExportedRegion, Variant, export_region
 
@@ -139,22 +140,8 @@ def _warm_up(backend: Backend, device: torch.device) -> None:
     backend.warm_up()
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
         # For a CPU a C++ compiler runs, which takes longer than what would be spared.
-        block = nn.SiLU() if device.type == "cpu" else _Example(device)
+        block = nn.SiLU() if device.type == "cpu" else Example(device)
         example = torch.empty(2, 8, 6, 10, device=device, dtype=torch.float16)
         sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)
         program = torch.export.export(block, (example,), dynamic_shapes=(sizes,), strict=False)
     backend.compile(ExportedRegion(program, GraphSpec("", str(device), (), (), (), (), (), ""))).to_bytes()
-
-
-class _Example(nn.Module):
-    """Some of everything that blocks are made of: each kind has parts of the compiler loaded when it first comes."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        options = {"device": device, "dtype": torch.float16}
-        self.norm, self.conv = nn.GroupNorm(2, 8, **options), nn.Conv2d(8, 8, 3, padding=1, **options)
-        self.rows, self.linear = nn.LayerNorm(8, **options), nn.Linear(8, 16, **options)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.conv(nn.functional.silu(self.norm(x)))
-        return self.linear(self.rows(x.flatten(2).transpose(1, 2)))

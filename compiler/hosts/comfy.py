@@ -34,6 +34,7 @@ from ..fingerprint import fingerprint
 from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
+from ..libraries import load_libraries
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..patches import PatchCall
 from ..probe import ModelCall
@@ -209,7 +210,7 @@ class Request:
 
 
 def warm_up(backend: str = "auto") -> None:
-    """Begin, in a thread, the imports that the first compile or load of this process needs: 2 to 6 seconds."""
+    """Begin, in a thread, what the first compile, load and step of this process need to have in it: 2 to 6 seconds."""
     if backend not in _WARMED:
         _WARMED.add(backend)
         threading.Thread(target=_warm_up, args=(backend,), name=f"warm up {backend}", daemon=True).start()
@@ -228,6 +229,7 @@ def _warm_up(backend: str) -> None:
         home.workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
     register_operator()
     chosen.warm_up()
+    load_libraries(device)
 
 
 def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]:

@@ -41,6 +41,45 @@ def test_blocks_of_other_widths_want_other_graphs():
     assert [variant.sizes[0][1] for variant in variants_of(Pyramid())] == [4, 8]
 
 
+def test_equal_blocks_run_once_for_each_kind_of_call():
+    runs = []
+
+    class Counted(OptionsBlock):
+        def forward(self, x, scale=1.0, reverse=False, shift=0):
+            runs.append(reverse)
+            return super().forward(x, scale, reverse, shift)
+
+    class Twice(Stack):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(block(x), reverse=True)
+            return x
+
+    assert len(variants_of(Twice(Counted, depth=4))) == 2
+    assert runs == [False, True] * 2  # at two sizes
+
+
+def test_a_block_that_writes_to_a_list_runs_each_time():
+    class Remembering(nn.Module):
+        def __init__(self, width=16):
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x, kept):
+            kept.append(x)
+            return self.linear(x)
+
+    class Summed(Stack):
+        def forward(self, x):
+            kept = []
+            for block in self.blocks:
+                x = block(x, kept)
+            assert len(kept) == len(self.blocks)
+            return sum(kept)
+
+    assert len(variants_of(Summed(Remembering, depth=3))) == 3, "the list is a longer one each time"
+
+
 def test_a_block_called_in_two_ways_wants_two_graphs():
     class Twice(Stack):
         def forward(self, x):

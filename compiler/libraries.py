@@ -1,0 +1,54 @@
+"""CUDA's libraries, made to load before anybody waits for them.
+
+cuBLAS, cuDNN and PyTorch's own kernels come into a process when they first compute: a third of a second in the first
+step after a start, graphs or not.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from .verify import disagreement
+
+log = logging.getLogger(__name__)
+
+TYPES = (torch.float16, torch.bfloat16)
+"""What diffusion models are run in on GPUs; each has kernels of its own."""
+
+
+class Example(nn.Module):
+    """Some of everything that blocks are made of. Takes maps of eight channels."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        self.norm, self.conv = nn.GroupNorm(2, 8, **options), nn.Conv2d(8, 8, 3, padding=1, **options)
+        self.rows, self.linear = nn.LayerNorm(8, **options), nn.Linear(8, 16, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.conv(nn.functional.silu(self.norm(x)))
+        return self.linear(self.rows(x.flatten(2).transpose(1, 2)))
+
+
+def load_libraries(device: torch.device) -> None:
+    """Compute a little of each kind on a CUDA device, and nothing on another one. What fails is left for later."""
+    if device.type != "cuda":
+        return
+    try:
+        with torch.inference_mode():
+            for dtype in TYPES:
+                _compute(device, dtype)
+    except RuntimeError as error:  # a GPU without the type, or whose memory is full: nobody has asked for anything yet
+        log.debug("CUDA's libraries are loaded when they are needed: %s", error)
+
+
+def _compute(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.zeros(2, 8, 16, 16, device=device, dtype=dtype)
+    rows = Example(device, dtype)(x.contiguous(memory_format=torch.channels_last)).flatten(0, 1)
+    heads = torch.zeros(2, 2, 64, 64, device=device, dtype=dtype)
+    nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    products = torch.cat([rows, rows]).T @ nn.functional.gelu(rows.repeat(2, 1))
+    disagreement([products], [products])
