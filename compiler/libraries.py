@@ -52,3 +52,5 @@ def _compute(device: torch.device, dtype: torch.dtype) -> None:
     nn.functional.scaled_dot_product_attention(heads, heads, heads)
     products = torch.cat([rows, rows]).T @ nn.functional.gelu(rows.repeat(2, 1))
     disagreement([products], [products])
+    times = torch.ones(2, device=device).pow(0.5).log()
+    torch.outer(times, torch.arange(4, device=device)).sin().cos().exp()
