@@ -24,6 +24,7 @@ VARIANTS = {
     "blocks": "torch.compile per block",
     "blocks_graph": "torch.compile per block, as a CUDA graph",
     "dynamic": "torch.compile, dynamic",
+    "dynamic_graph": "torch.compile, dynamic, as a CUDA graph",
     "core": "TorchCompileModel",
     "static": "torch.compile, static",
     "static_graph": "torch.compile, static, as a CUDA graph",
@@ -32,7 +33,7 @@ VARIANTS = {
 }
 COLORS = (
     *("#80868b", "#9aa0a6", "#bdc1c6", "#dadce0", "#fdeecb", "#fbe0a8"),
-    *("#f6c26b", "#f3b05c", "#f29f4c", "#e2711d", "#7aa6e8", "#1a56b0"),
+    *("#f9d58b", "#f6c26b", "#f3b05c", "#f29f4c", "#e2711d", "#7aa6e8", "#1a56b0"),
 )
 GROWN = {"megapixels": "megapixels", "batch": "batch", "tokens": "tokens of text"}
 
