@@ -7,7 +7,9 @@ than computed wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
+from .errors import one_line
 from .fingerprint import region_code, tensor_attributes
 from .gpu_functions import ForGPUs
 from .graph import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
@@ -27,6 +30,8 @@ from .layout import has_layouts, input_format, laid_out, stride_in
 from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
+
+log = logging.getLogger(__name__)
 
 MAX_ELEMENTS = 2**31 - 1
 MAX_HINT = 2**20
@@ -125,19 +130,25 @@ class ExportedRegion:
     spec: GraphSpec
 
 
+Functions = Callable[[bool], AbstractContextManager[Any]]
+"""What is entered while a region's code runs; asked with whether it is called with feature maps."""
+
+
 class _PureRegion(nn.Module):
     """f(weights, inputs). The region is hidden from Module registration, so nothing of it is a constant."""
 
-    def __init__(self, region: nn.Module, structure: Structure, context: dict[str, Any], has_maps: bool) -> None:
+    def __init__(
+        self, region: nn.Module, structure: Structure, context: dict[str, Any], has_maps: bool, functions: Functions
+    ) -> None:
         super().__init__()
-        object.__setattr__(self, "hidden", (region, structure, context, has_maps))
+        object.__setattr__(self, "hidden", (region, structure, context, has_maps, functions))
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, structure, context, has_maps = self.hidden
+        region, structure, context, has_maps, functions = self.hidden
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
-        with ForGPUs(has_maps):
+        with functions(has_maps):
             result = call_forward(region, arguments, context)
         leaves, spec = pytree.tree_flatten(arguments)
         # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.
@@ -153,6 +164,16 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
     Works on fake tensors: nothing is allocated and the device is not touched. Raises Unsupported, with a
     reason for people, if the region cannot be a pure function; other errors come from tracing itself.
     """
+    try:
+        return _exported(variant, host, ForGPUs)
+    except Unsupported:
+        raise
+    except Exception as error:  # such as of code that views what a function gave it in the layout that torch's own has
+        log.info("%s is traced with torch's own functions: %s", variant.region, one_line(error))
+        return _exported(variant, host, lambda has_maps: nullcontext())
+
+
+def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedRegion:
     if constants := tensor_attributes(variant.module):
         raise Unsupported(f"a tensor outside parameters and buffers ({constants[0]})")
     literals = region_code(variant.module, host).literals
@@ -169,7 +190,7 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
         ]
     context = {name: host.stand_in(name, literals, variant.structure.hooks) for name in variant.structure.context}
-    pure = _PureRegion(twin, variant.structure, context, has_maps="channels_last" in formats)
+    pure = _PureRegion(twin, variant.structure, context, "channels_last" in formats, functions)
     auto = torch.export.Dim.AUTO
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]
     with torch.no_grad():

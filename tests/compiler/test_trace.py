@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled_graphs.compiler import gpu_functions
+from compiled_graphs.compiler.gpu_functions import cat_by_tokens
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.signature import Unsupported
 from compiled_graphs.compiler.trace import _limits, export_region
@@ -17,6 +19,7 @@ from networks import (
     TransformerBlock,
     call_with,
     export,
+    said,
     transformer,
     variants_of,
     weights_of,
@@ -213,3 +216,40 @@ def test_a_region_that_writes_to_a_list_it_is_given_is_refused(block):
 
     with pytest.raises(Unsupported, match="writes to a list"):
         export(Stack(block), call_cached)
+
+
+class JoiningBlock(nn.Module):
+    """Relies on the layout that torch gives what it joins, where a form for GPUs has another."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(width, width))
+
+    def forward(self, x):
+        heads = torch.cat([x.unflatten(2, (2, -1)).transpose(1, 2)] * 2, 2)
+        return self.linear(heads.view(x.shape[0], -1, x.shape[2]))
+
+
+def joined_by_tokens(monkeypatch):
+    """Have traces on a CPU take the form that traces for GPUs take."""
+    monkeypatch.setattr(gpu_functions, "_cat_on_gpu", lambda tensors, dim: cat_by_tokens(tensors))
+
+
+def test_code_that_a_form_for_gpus_breaks_is_traced_as_it_stands(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    joined_by_tokens(monkeypatch)
+    exported, block, x = export(Stack(JoiningBlock)), JoiningBlock(), torch.randn(3, 5, 16)
+    torch.testing.assert_close(run(exported, block, x), block(x))
+    assert "JoiningBlock (blocks.0) is traced with torch's own functions" in said(caplog)[0]
+
+
+def test_what_cannot_be_traced_either_way_raises_its_own_error(monkeypatch):
+    class Failing(JoiningBlock):
+        def forward(self, x):
+            super().forward(x)
+            raise ZeroDivisionError
+
+    joined_by_tokens(monkeypatch)
+    (variant,) = variants_of(Stack(JoiningBlock))
+    with pytest.raises(ZeroDivisionError):
+        export_region(replace(variant, module=Failing()), Host())
