@@ -15,6 +15,7 @@ import functools
 import hashlib
 import inspect
 import json
+import linecache
 import numbers
 import sys
 import textwrap
@@ -243,10 +244,8 @@ class _Source:
 def _read_source(item: Any) -> _Source:
     """Read a class or function: its text without comments, the dotted names and the strings in it."""
     title = _name(item)
-    # The code object, not the function: inspect would look through functools.wraps to the wrapped one.
-    readable = item.__code__ if isinstance(item, types.FunctionType) else item
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(readable)))
+        tree = ast.parse(textwrap.dedent(_source_text(item)))
     except (OSError, TypeError, SyntaxError):
         constants = list(_constants(item))
         literals = frozenset(value for value in constants if isinstance(value, str))
@@ -261,6 +260,43 @@ def _read_source(item: Any) -> _Source:
     names = {tuple(chain) for node in nodes if (chain := _dotted(node))}
     literals = frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return _Source(f"{title}\n{ast.unparse(tree)}", tuple(sorted(names)), literals)
+
+
+def _source_text(item: Any) -> str:
+    """As `inspect.getsource`, which before Python 3.13 parses a whole file again for every class in it."""
+    if isinstance(item, types.FunctionType):
+        # The code object, not the function: inspect would look through functools.wraps to the wrapped one.
+        return inspect.getsource(item.__code__)
+    file = None if hasattr(item, "__firstlineno__") else inspect.getsourcefile(item)
+    if file is None:
+        return inspect.getsource(item)
+    linecache.checkcache(file)
+    lines = linecache.getlines(file, vars(sys.modules[item.__module__]))
+    try:
+        first, last = _class_lines("".join(lines))[item.__qualname__]
+    except KeyError:
+        raise OSError(f"no class {item.__qualname__} in {file}") from None
+    return "".join(lines[first - 1 : last])
+
+
+@lru_cache(maxsize=64)
+def _class_lines(text: str) -> dict[str, tuple[int, int]]:
+    """Return the first and the last line of each class in a file, decorators included, by qualified name."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def visit(node: ast.AST, path: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                begin = child.decorator_list[0].lineno if child.decorator_list else child.lineno
+                found.setdefault(path + child.name, (begin, child.end_lineno))
+                visit(child, f"{path}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{path}{child.name}.<locals>.")
+            else:
+                visit(child, path)
+
+    visit(ast.parse(text), "")
+    return found
 
 
 def _bytecode(item: Any) -> str:
