@@ -34,7 +34,10 @@ class Example(nn.Module):
 
 
 def load_libraries(device: torch.device) -> None:
-    """Compute a little of each kind on a CUDA device, and nothing on another one. What fails is left for later."""
+    """Compute a little of each kind on a CUDA device, and nothing on another one. What fails is left for later.
+
+    Draws no random numbers: a sampler on another thread may be in the middle of its own.
+    """
     if device.type != "cuda":
         return
     try:
@@ -46,8 +49,9 @@ def load_libraries(device: torch.device) -> None:
 
 
 def _compute(device: torch.device, dtype: torch.dtype) -> None:
+    example = Example(torch.device("meta"), dtype).to_empty(device=device)
     x = torch.zeros(2, 8, 16, 16, device=device, dtype=dtype)
-    rows = Example(device, dtype)(x.contiguous(memory_format=torch.channels_last)).flatten(0, 1)
+    rows = example(x.contiguous(memory_format=torch.channels_last)).flatten(0, 1)
     heads = torch.zeros(2, 2, 64, 64, device=device, dtype=dtype)
     nn.functional.scaled_dot_product_attention(heads, heads, heads)
     products = torch.cat([rows, rows]).T @ nn.functional.gelu(rows.repeat(2, 1))

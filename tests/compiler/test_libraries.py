@@ -38,5 +38,11 @@ def test_what_is_computed_is_what_blocks_compute():
     assert any("attention" in name for name in names)
 
 
+def test_no_random_numbers_are_drawn_from_whoever_samples_meanwhile():
+    before = torch.get_rng_state()
+    libraries._compute(CPU, torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_example_keeps_batch_and_pixels():
     assert Example(CPU, torch.float32)(torch.zeros(2, 8, 6, 10)).shape == (2, 60, 16)
