@@ -21,7 +21,7 @@ from compiled_graphs.compiler.jobs import CompileTimeout
 from compiled_graphs.compiler.registry import Place, Registry
 from compiled_graphs.compiler.worker import Setup
 from compiled_graphs.compiler.workers import WorkerError, Workers, worker_count
-from networks import ConvolutionNetwork, variants_of
+from networks import ConvolutionNetwork, compile_network, variants_of
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -237,3 +237,59 @@ def test_little_memory_means_few_processes(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(workers_module, "MEMORY", 1 << 60)
     assert worker_count() == 0
+
+
+class Layers(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Mixed(nn.Module):
+    """Blocks of one class and of several lengths."""
+
+    def __init__(self, *lengths):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Layers, lengths))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def inputs(self, sizes):
+        return (torch.randn(sizes.batch, sizes.tokens, 16),)
+
+
+class TwoBusyProcesses(Workers):
+    """Notes who asks, and keeps the first two until both are there."""
+
+    def __init__(self):
+        super().__init__(setup, Host(), count=2)
+        self.asked, self.most, self._now = [], 0, 0
+        self._both, self._lock = threading.Barrier(2), threading.Lock()
+
+    def pay(self, missing):
+        return True
+
+    def compile(self, variant, backend):
+        with self._lock:
+            self.asked.append(len(variant.module.layers))
+            self._now += 1
+            self.most = max(self.most, self._now)
+        if len(self.asked) <= 2:
+            self._both.wait(10)
+        time.sleep(0.05)
+        with self._lock:
+            self._now -= 1
+        raise WorkerError("busy")
+
+
+def test_what_takes_longest_is_asked_for_first_and_nothing_before_a_process_is_free():
+    workers = TwoBusyProcesses()
+    compile_network(Mixed(1, 4, 2, 5, 3), Registry(workers=workers))
+    assert (set(workers.asked[:2]), sorted(workers.asked)) == ({4, 5}, [1, 2, 3, 4, 5])
+    assert workers.most == 2
