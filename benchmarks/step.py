@@ -121,7 +121,7 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
     workers = Workers(comfy_worker.setup, host.HOST)
     use_registry(host, Registry(store, workers=workers))
     workers.start("inductor" if options.backend == "auto" else options.backend, patcher.load_device)
-    host.warm_up(options.backend)
+    host.warm_up(options.backend)  # what this process imports; of a backend that was warmed up before, nothing
     time.sleep(options.head_start)  # as while a checkpoint loads
     start = time.perf_counter()
     compiled, text = host.compile_model(patcher, host.Request(options.backend))

@@ -107,11 +107,8 @@ def _watched(
     seen.append(_Seen(structure, shapes, dtypes, devices[0]))
     known = (fingerprint, structure.text, layouts)
     if known not in results:
-        before = pytree.tree_leaves(call.arguments)
         result = run()
-        after = pytree.tree_leaves(call.arguments)
-        # What writes to a list that it is given has to run each time.
-        if len(before) != len(after) or any(one is not other for one, other in zip(before, after, strict=True)):
+        if not structure.is_intact(call.arguments, tensors):  # what writes to lists has to run each time
             return result
         results[known] = result
     return pytree.tree_map_only(torch.Tensor, _like, results[known])

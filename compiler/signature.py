@@ -77,6 +77,14 @@ class Structure:
         supply = iter(tensors)
         return [next(supply) if leaf is TENSOR else leaf for leaf in self.leaves]
 
+    def is_intact(self, arguments: Mapping[str, Any], tensors: list[torch.Tensor]) -> bool:
+        """Whether a call has left its arguments as they were, with these tensors in place.
+
+        Video VAEs keep frames in lists that their blocks write to.
+        """
+        leaves, spec = pytree.tree_flatten(dict(arguments))
+        return spec == self.spec and all(one is was for one, was in zip(leaves, self.flat(tensors), strict=True))
+
 
 class _Tensor:
     def __repr__(self) -> str:

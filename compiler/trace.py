@@ -150,9 +150,7 @@ class _PureRegion(nn.Module):
         arguments = structure.fill(inputs)
         with functions(has_maps):
             result = call_forward(region, arguments, context)
-        leaves, spec = pytree.tree_flatten(arguments)
-        # Video VAEs keep frames in lists that their blocks write to. A graph would write to lists of its own.
-        if spec != structure.spec or any(leaf is not old for leaf, old in zip(leaves, structure.flat(inputs))):
+        if not structure.is_intact(arguments, inputs):  # a graph would write to lists of its own
             raise Unsupported("a region that writes to a list or dictionary it is given")
         # Some blocks end by making their map contiguous, which the next would have to undo.
         return pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result

@@ -144,8 +144,8 @@ tell(built=small.built, shape=list(result.shape))
 
 
 def test_graphs_that_compute_next_to_nothing_do_not_end_before_oneflow_knows_of_them():
-    """Without the pause, two processes of three hang or crash here. With it one in many does, on a machine that is busy
-    with something else; then two that come after it must not."""
+    """Without the pause, two processes of three hang or crash here. With it one did, once, on a busy machine: if one
+    does, two that come after it must not."""
     try:
         told = run(TINY)
     except (AssertionError, subprocess.TimeoutExpired):
