@@ -13,7 +13,7 @@ WORKFLOWS = {"left": "2", "right": "12"}
 """Two workflows, and which node of each is Compile Model."""
 PROMPTS = 200
 FIRST_SWITCH, WARM_UP, SWITCH = 4, 10, 20
-"""After how many prompts the other checkpoint comes, after how many memory is to be flat, and how often it comes then."""
+"""After how many prompts the other checkpoint comes, after how many memory is to be flat, how often it comes then."""
 FLAT = 2 * 2**20
 """Bytes that come while each checkpoint has its turn: a twentieth of a MiB for each prompt."""
 HALF_A_UNET = 80 * 2**20
