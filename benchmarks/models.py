@@ -128,7 +128,8 @@ def patcher(name: str, dtype: torch.dtype):
     config = getattr(supported, classes[name])(dict(CONFIGS[name]))
     config.set_inference_dtype(dtype, None)
     device = comfy.model_management.get_torch_device()
-    model = config.get_model({}, "", device=device).eval()
+    # The tables of its schedule as well, as ComfyUI's loader does it: on the CPU each step would wait for them.
+    model = config.get_model({}, "", device=device).eval().to(device)
     fill(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import models
@@ -173,7 +174,8 @@ def measure_size(name: str, size: tuple[int, ...], patcher, variants: dict, exac
     row |= {label: timed(model, inputs, options.repeats) for label, model in variants.items()}
     row["compiles"] = totals.compiles - before
     if torch.cuda.is_available() and not options.grow:
-        row["eager"] = replace(row["eager"], graph=graph_ms(patcher, inputs, options.repeats))
+        for label in ("eager", "called"):
+            row[label] = replace(row[label], graph=graph_ms(variants[label], inputs, options.repeats))
         row["floor"] = floor(patcher, inputs, getattr(torch, options.dtype))
     if exact is not None:
         wanted = call(exact, inputs)
@@ -287,21 +289,26 @@ def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
     seen = []
     with sampling(patcher) as model:
         hook = model.diffusion_model.register_forward_pre_hook(
-            lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
+            lambda module, args, kwargs: seen.append((args, fresh(kwargs))), with_kwargs=True
         )
         try:
             model.apply_model(**fresh(inputs))
             hook.remove()
             args, kwargs = seen[0]
-            pool = torch.cuda.graph_pool_handle()
-            graph = record_on_gpu(lambda: model.diffusion_model(*args, **kwargs), pool)
-            return pipelined(graph.replay, repeats)
+            run = partial(run_network, model.diffusion_model, args, kwargs)
+            run()  # what is compiled for a call from here must not be while it is recorded
+            return pipelined(record_on_gpu(run, torch.cuda.graph_pool_handle()).replay, repeats)
         except (RuntimeError, TypeError) as error:
             causes = [str(cause).splitlines()[0] for cause in (error, error.__context__) if cause is not None]
             print(f"    no CUDA graph: {', while handling '.join(causes)}")
             return None
         finally:
             hook.remove()
+
+
+def run_network(network: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    """One call of the network alone, whose result is dropped at once."""
+    network(*args, **fresh(kwargs))
 
 
 def floor(patcher, inputs: dict, dtype: torch.dtype) -> float:

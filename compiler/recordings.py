@@ -195,22 +195,18 @@ class Recordings:
         """Return the result of a call, made or replayed."""
         try:
             key, tensors, steps = self._read(args, kwargs)
+            if self._calls and not self._is_unchanged():
+                self.forget()
+            self._used.add(key)
+            known = self._calls.get(key, self)
+            result = _replayed(known, tensors) if isinstance(known, _Recorded) else None
+            # Only now, while the GPU works: a replay reads tensors that are in place and writes to its own.
             self._modules.check()
         except (Unsupported, Changed) as reason:
             self.forget()
             self.reason = str(reason) or "a module was replaced"
             return call(*args, **kwargs)
-        if self._calls and not self._is_unchanged():
-            self.forget()
-        self._used.add(key)
-        known = self._calls.get(key, self)
         if isinstance(known, _Recorded):
-            try:
-                result = known.replay(tensors)
-            except RuntimeError as error:  # others can have taken the memory since the sampling before
-                self.forget()
-                self.reason = one_line(error)
-                return call(*args, **kwargs)
             self._counters.add("replays")
             self.reason = ""
             return result
@@ -341,6 +337,17 @@ class Recordings:
 
     def _is_context(self, place: int | str) -> bool:
         return place in self._context_places or place in self._host.context_arguments
+
+
+def _replayed(recorded: _Recorded, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what a recording gives for these inputs.
+
+    Raises Unsupported if it finds no memory: others can have taken it since the sampling before.
+    """
+    try:
+        return recorded.replay(tensors)
+    except RuntimeError as error:
+        raise Unsupported(one_line(error)) from error
 
 
 class _OwnArguments:

@@ -192,6 +192,17 @@ def test_what_changes_in_a_network_is_seen_by_the_next_call(change, network):
     assert python_calls(recordings, network, x()) == 1
 
 
+def test_modules_are_looked_at_while_the_gpu_works(network, monkeypatch):
+    order = []
+    recordings = serving(network, lambda call, pool: Repeated(lambda: [call(), order.append("replay")]))
+    for _ in range(2):
+        recordings.serve(network, (x(),), {})
+    monkeypatch.setattr(recordings._modules, "check", lambda: order.append("modules"))
+    order.clear()
+    recordings.serve(network, (x(),), {})
+    assert order == ["replay", "modules"]
+
+
 @pytest.mark.parametrize("change", [change_weight, move_weight, set_attribute])
 def test_a_network_that_stays_changed_is_recorded_anew(change, network):
     recordings = serving(network)
