@@ -29,11 +29,12 @@ VARIANTS = {
     "static": "torch.compile, static",
     "static_graph": "torch.compile, static, as a CUDA graph",
     "called": "Compiled Graphs",
+    "called_graph": "Compiled Graphs, the network alone as a CUDA graph",
     "recorded": "Compiled Graphs, CUDA graphs",
 }
 COLORS = (
     *("#80868b", "#9aa0a6", "#bdc1c6", "#dadce0", "#fdeecb", "#fbe0a8"),
-    *("#f9d58b", "#f6c26b", "#f3b05c", "#f29f4c", "#e2711d", "#7aa6e8", "#1a56b0"),
+    *("#f9d58b", "#f6c26b", "#f3b05c", "#f29f4c", "#e2711d", "#a8c7fa", "#5b8def", "#1a56b0"),
 )
 GROWN = {"megapixels": "megapixels", "batch": "batch", "tokens": "tokens of text"}
 
@@ -42,13 +43,13 @@ def main(source: str, picture: str) -> None:
     """Draw what a file holds."""
     rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
     figure = growth(rows) if "grows" in rows[0] else bars(rows)
-    figure.tight_layout(rect=(0, 0, 1, 0.88 if figure.legends else 1))
+    figure.tight_layout(rect=(0, 0, 1, 0.95 if "grows" in rows[0] else 0.88))
     figure.savefig(picture)
 
 
 def bars(rows: list[dict]) -> pyplot.Figure:
     """Draw a panel per size, each with an axis of its own."""
-    figure, panels = pyplot.subplots(1, len(rows), figsize=(max(4, 2.2 * len(rows)), 4.8), dpi=150, squeeze=False)
+    figure, panels = pyplot.subplots(1, len(rows), figsize=(max(4, 2.6 * len(rows)), 4.8), dpi=150, squeeze=False)
     for axes, row in zip(panels[0], rows, strict=True):
         shown = [name for name in VARIANTS if row.get(name)]
         colors = [COLORS[[*VARIANTS].index(name)] for name in shown]
@@ -82,11 +83,11 @@ def growth(rows: list[dict]) -> pyplot.Figure:
             column[1].plot(values, [row[f"{name}_peak"] for row in grown], **style)
         column[1].set_xlabel(label)
         for axes in column:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
             axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("milliseconds a step")
     panels[1][0].set_ylabel("peak GiB, weights included")
-    panels[0][1].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, fontsize=8, ncols=3, loc="upper center")
     return figure
 
 
