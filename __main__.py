@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .compiler.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
+from .compiler.hosts.comfy_settings import store_limit
 from .compiler.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
 from .compiler.trust import Trust
 
@@ -51,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
         command = actions.add_parser(action.__name__.strip("_"), help=text, parents=[place])
         command.set_defaults(act=action)
         if action is _prune:
-            command.add_argument("--limit", metavar="GB", type=gigabytes, help="by default COMPILED_GRAPHS_STORE_LIMIT")
+            default = "by default COMPILED_GRAPHS_STORE_LIMIT, or what ComfyUI's settings say"
+            command.add_argument("--limit", metavar="GB", type=gigabytes, help=default)
     backends = commands.add_parser("backends", help="say which compilers can be used here, and of others why not")
     backends.set_defaults(run=_backends)
     return parser
@@ -107,14 +109,18 @@ def _store(options: argparse.Namespace) -> int:
 
 def _open(place: str | None) -> FolderStore | UrlStore:
     place = place or os.environ.get("COMPILED_GRAPHS_STORE")
+    user_folder = Path(__file__).absolute().parents[2] / "user"
     if not place:
-        folder = Path(__file__).absolute().parents[2] / "user" / "compiled_graphs"
+        folder = user_folder / "compiled_graphs"
         if not folder.is_dir():
             raise StoreError("Where are the graphs? Say it with --store PLACE, a folder or a URL.")
         place = str(folder)
     store = open_store(place)
     if isinstance(store, FolderStore) and not store.folder.is_dir():
         raise StoreError(f"The store {place} is not there, or is not a folder.")
+    limit = store_limit(user_folder)
+    if limit is not None:
+        store.limit = limit
     return store
 
 

@@ -1,59 +1,26 @@
-"""What people chose in ComfyUI's settings dialog, as far as the server has to know it: the size of the store.
-
-ComfyUI keeps the dialog's values on the server, in `default/comfy.settings.json` of its user folder, and writes
-them as soon as one is changed. So that file is read when a node runs: it needs no route of our own, and holds after
-a restart and for prompts that no browser sent. With --multi-user everybody has another file, and none of them speaks
-for a store that all share; only the environment variable does. The other settings are what new nodes begin with,
-and known to the frontend alone (`web/settings.js`).
-"""
+"""Before a node runs: what was chosen in ComfyUI's settings dialog holds for the store."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
 
-from ..compiler.store import DEFAULT_LIMIT, gigabytes
+from ..compiler.hosts.comfy_settings import store_limit
 
 log = logging.getLogger(__name__)
-
-STORE_LIMIT = "CompiledGraphs.StoreLimit"
 
 
 def apply() -> None:
     """Give the store the size that was chosen. What is too much for it goes at once."""
     from ..compiler.hosts.comfy import registry
 
-    store, limit = registry().store, store_limit()
+    store, limit = registry().store, store_limit(Path(folder_paths.user_directory))
     if store is None or limit is None or limit == store.limit:
         return
     store.limit = limit
     with suppress(OSError):  # a place that cannot be listed
         gone = store.shrink(limit)
         log.info("The store may take %g GB from now on; %d graphs were removed.", limit / 1e9, len(gone))
-
-
-def store_limit() -> int | None:
-    """Return the bytes that the store may take, or None to leave it at what it may take now.
-
-    That is where COMPILED_GRAPHS_STORE_LIMIT says it, and where the file cannot be read: ComfyUI may just be
-    writing it.
-    """
-    if os.environ.get("COMPILED_GRAPHS_STORE_LIMIT"):
-        return None
-    path = Path(folder_paths.user_directory, "default", "comfy.settings.json")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(STORE_LIMIT)
-    except FileNotFoundError:
-        return DEFAULT_LIMIT
-    except (OSError, ValueError, AttributeError):
-        return None
-    try:
-        return DEFAULT_LIMIT if value is None else gigabytes(str(value))
-    except ValueError:
-        log.warning("%s in %s is %r and not a number of gigabytes; using 10.", STORE_LIMIT, path.name, value)
-        return DEFAULT_LIMIT

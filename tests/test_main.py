@@ -168,6 +168,21 @@ def test_prune_brings_the_store_under_its_limit(store, monkeypatch, capsys):
     assert names(store) == ""
 
 
+def test_prune_leaves_what_comfyuis_settings_allow(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
+    installed = tmp_path / "ComfyUI" / "custom_nodes" / "compiled_graphs" / "__main__.py"
+    monkeypatch.setattr(command_line, "__file__", str(installed))
+    settings = tmp_path / "ComfyUI" / "user" / "default" / "comfy.settings.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text('{"CompiledGraphs.StoreLimit": 0.003}')
+    assert main(["store", "list"]) == 0
+    assert " of 3.0 MB in " in capsys.readouterr().out
+    assert main(["store", "prune", "--limit", "0.005"]) == 0
+    assert names(store) == "ab"
+    assert main(["store", "prune"]) == 0
+    assert names(store) == "b"
+
+
 @pytest.mark.parametrize("limit", ["much", "-1", "nan"])
 def test_a_limit_that_is_no_number_removes_nothing(store, limit):
     with pytest.raises(SystemExit) as exit_:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 import urllib.request
-from types import ModuleType
 
 import comfy_browser
 import make_locales
 import pytest
+from compiled_graphs.compiler.hosts.comfy_settings import STORE_LIMIT
+from compiled_graphs.compiler.store import DEFAULT_LIMIT
 
-LIMIT, BACKGROUND, VERIFY = "CompiledGraphs.StoreLimit", "CompiledGraphs.Background", "CompiledGraphs.Verify"
+LIMIT, BACKGROUND, VERIFY = STORE_LIMIT, "CompiledGraphs.Background", "CompiledGraphs.Verify"
 
 
 @pytest.fixture(scope="module")
@@ -48,63 +48,15 @@ def test_the_store_has_the_chosen_size_from_the_next_run_on(own, workflow):
     choose(own, LIMIT, None)
 
 
-@pytest.fixture
-def settings(monkeypatch, tmp_path):
-    """The module, in a ComfyUI whose user folder is empty."""
-    folders = ModuleType("folder_paths")
-    folders.models_dir, folders.user_directory = "", str(tmp_path)
-    folders.add_model_folder_path = lambda *_: None
-    monkeypatch.setitem(sys.modules, "folder_paths", folders)
-    monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
-    before = {name for name in sys.modules if name.startswith("compiled_graphs.nodes")}
-    from compiled_graphs.nodes import settings
-
-    monkeypatch.setattr(settings, "folder_paths", folders)
-    yield settings
-    for name in [name for name in sys.modules if name.startswith("compiled_graphs.nodes") and name not in before]:
-        del sys.modules[name]
-
-
-@pytest.mark.parametrize(
-    ("text", "gigabytes"),
-    [
-        (None, 10),
-        ("{}", 10),
-        (f'{{"{LIMIT}": null}}', 10),
-        (f'{{"{LIMIT}": 3}}', 3),
-        (f'{{"{LIMIT}": 0.5}}', 0.5),
-        (f'{{"{LIMIT}": -1}}', 10),
-        (f'{{"{LIMIT}": "much"}}', 10),
-        (f'{{"{LIMIT}": tru', None),
-        ("", None),
-        ("[]", None),
-    ],
-)
-def test_the_size_is_read_where_comfyui_keeps_it(settings, tmp_path, text, gigabytes):
-    if text is not None:
-        (tmp_path / "default").mkdir()
-        (tmp_path / "default" / "comfy.settings.json").write_text(text)
-    assert settings.store_limit() == (None if gigabytes is None else gigabytes * 10**9)
-
-
-def test_the_environment_variable_wins(settings, tmp_path, monkeypatch):
-    (tmp_path / "default").mkdir()
-    (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps({LIMIT: 3}))
-    monkeypatch.setenv("COMPILED_GRAPHS_STORE_LIMIT", "5")
-    assert settings.store_limit() is None
-
-
-def test_the_dialog_begins_with_what_the_code_does_without_it(settings):
-    from compiled_graphs.compiler.store import DEFAULT_LIMIT
-    from compiled_graphs.nodes import sockets
-
+def test_the_dialog_begins_with_what_the_code_does_without_it(own):
+    inputs = own.get("/object_info/CG_CompileModel")["CG_CompileModel"]["input"]
+    default = {name: kind[1].get("default") for name, kind in {**inputs["required"], **inputs["optional"]}.items()}
     chosen = {setting["id"]: setting["defaultValue"] for setting in make_locales.settings()}
     assert chosen == {
         LIMIT: DEFAULT_LIMIT / 10**9,
-        BACKGROUND: sockets.WHEN[1]["default"] == sockets.IN_BACKGROUND,
-        VERIFY: sockets.VERIFY[1]["default"],
+        BACKGROUND: default["when"] == "in background",
+        VERIFY: default["verify"],
     }
-    assert settings.STORE_LIMIT == LIMIT
 
 
 @pytest.fixture
