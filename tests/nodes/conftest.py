@@ -57,6 +57,14 @@ def server(start_server: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
 
 
 @pytest.fixture
+def fresh(start_server: Callable[..., ComfyServer], home: Path, tmp_path: Path) -> Iterator[ComfyServer]:
+    """A server that has no graphs yet."""
+    (tmp_path / "models").symlink_to(home / "models", target_is_directory=True)
+    with start_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
 def workflow() -> Callable[..., dict[str, Any]]:
     """The text-to-image workflow on the tiny model, with the reference backend."""
     original = json.loads((ROOT / "workflows" / "api" / "text_to_image.json").read_text())

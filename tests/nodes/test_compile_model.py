@@ -18,13 +18,13 @@ def totals(server):
     return server.get("/compiled_graphs/registry")["totals"]
 
 
-def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(server, workflow, pixels):
+def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(fresh, workflow, pixels):
     shapes = [(128, 128, 1), (192, 96, 1), (96, 160, 2)]
     for number, (width, height, batch) in enumerate(shapes):
-        before = totals(server)["compiles"]
-        ours = pixels(server, server.run(workflow(width, height, batch)))
-        assert totals(server)["compiles"] - before == (0 if number else 3)
-        theirs = pixels(server, server.run(workflow(width, height, batch, compiled=False)))
+        before = totals(fresh)["compiles"]
+        ours = pixels(fresh, fresh.run(workflow(width, height, batch)))
+        assert totals(fresh)["compiles"] - before == (0 if number else 3)
+        theirs = pixels(fresh, fresh.run(workflow(width, height, batch, compiled=False)))
         assert len(ours) == len(theirs) == batch
         assert max(abs(a - b).max() for a, b in zip(ours, theirs, strict=True)) <= 1
         assert ours[0].std() > 5, "an image without content compares nothing"

@@ -84,14 +84,6 @@ def turn(number):
     return list(WORKFLOWS)[number // 3 % 2], {"size": SIZES[number % 3], "checkpoint": checkpoint, "seed": number}
 
 
-@pytest.fixture
-def fresh(start_server, home, tmp_path):
-    """A server that has no graphs yet."""
-    (tmp_path / "models").symlink_to(home / "models", target_is_directory=True)
-    with start_server(tmp_path) as server:
-        yield server
-
-
 def test_of_two_hundred_prompts_the_first_compiles_and_memory_stays_flat(fresh, variant, memory):
     turns = [turn(number) for number in range(PROMPTS)]
     queued = [fresh.queue(variant(WORKFLOWS[name], **changes), {"id": name}) for name, changes in turns]
