@@ -109,7 +109,7 @@ def _store(options: argparse.Namespace) -> int:
 
 def _open(place: str | None) -> FolderStore | UrlStore:
     place = place or os.environ.get("COMPILED_GRAPHS_STORE")
-    user_folder = Path(__file__).absolute().parents[2] / "user"
+    user_folder = Path(__file__).absolute().parent.parent.parent / "user"
     if not place:
         folder = user_folder / "compiled_graphs"
         if not folder.is_dir():

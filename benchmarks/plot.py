@@ -42,8 +42,8 @@ GROWN = {"megapixels": "megapixels", "batch": "batch", "tokens": "tokens of text
 def main(source: str, picture: str) -> None:
     """Draw what a file holds."""
     rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
-    figure = growth(rows) if "grows" in rows[0] else bars(rows)
-    figure.tight_layout(rect=(0, 0, 1, 0.95 if "grows" in rows[0] else 0.88))
+    figure, top = (growth(rows), 0.95) if "grows" in rows[0] else (bars(rows), 0.88)
+    figure.tight_layout(rect=(0, 0, 1, top))
     figure.savefig(picture)
 
 

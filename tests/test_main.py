@@ -217,6 +217,12 @@ def test_a_place_on_the_command_line_comes_first(store, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("0 graphs")
 
 
+def test_a_package_below_the_root_knows_no_comfyui(store, monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "__file__", "/compiled_graphs/__main__.py")
+    assert main(["store", "list"]) == 0
+    assert " of 10000.0 MB in " in capsys.readouterr().out
+
+
 def test_by_default_it_is_comfyuis_user_folder(store, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("COMPILED_GRAPHS_STORE")
     installed = tmp_path / "ComfyUI" / "custom_nodes" / "compiled_graphs" / "__main__.py"
