@@ -16,11 +16,17 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def create_whole(path: Path, data: bytes) -> None:
-    """Create a file that only its owner can read, unless it is there: of several processes the first one wins."""
+    """Create a file that only its owner can read, unless it is there: of several processes the first one wins.
+
+    On a file system without hard links (exFAT, some network folders) it may be the last one.
+    """
     try:
         _place(path, data, os.link)
     except FileExistsError:
         return
+    except OSError:
+        if not path.exists():
+            write_whole(path, data)
 
 
 def is_partial(name: str) -> bool:

@@ -364,15 +364,16 @@ def hook(event, arguments):
         events.append([event, *map(str, arguments)])
 
 sys.addaudithook(hook)
-start = time.perf_counter()
+start, worked = time.perf_counter(), time.process_time()
 spec = importlib.util.spec_from_file_location("compiled-graphs", os.path.join(folder, "__init__.py"))
 module = importlib.util.module_from_spec(spec)
 sys.modules["compiled-graphs"] = module
 spec.loader.exec_module(module)
 count = len(module.NODE_CLASS_MAPPINGS)
-seconds = time.perf_counter() - start
+seconds, working = time.perf_counter() - start, time.process_time() - worked
 result = {
-    "seconds": seconds, "nodes": count, "events": list(events), "threads": threading.active_count() - threads,
+    "seconds": seconds, "working": working, "nodes": count, "events": list(events),
+    "threads": threading.active_count() - threads,
     "modules": sorted(set(sys.modules) - before),
 }
 open(os.devnull, "w").close()
@@ -398,7 +399,8 @@ def test_comfyui_imports_the_nodes_in_less_than_300_ms_and_nothing_is_done(tmp_p
     result = python(_PRELUDE + _IMPORT, comfyui=COMFYUI, folder=ROOT, home=tmp_path)
     assert result["is watched"]
     assert result["nodes"] >= 5
-    assert result["seconds"] < 0.3
+    assert result["working"] < 0.3
+    assert result["seconds"] < 1  # beside another process of tests
     # The index's build makes each folder of models that an extension names.
     assert [event for event in result["events"] if not event[1].startswith(str(tmp_path / "models"))] == []
     assert result["threads"] == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -44,6 +45,15 @@ def test_processes_that_start_together_share_one_key(tmp_path):
         thread.join()
     assert len(set(signatures)) == 1
     assert [path.name for path in (tmp_path / "trust").iterdir()] == ["key"]
+
+
+def test_a_folder_without_hard_links_has_a_key_as_well(trust, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted", source)
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_the_key_survives_a_restart_and_is_the_owners_alone(trust)
+    assert [path.name for path in trust.folder.iterdir()] == ["key"]
 
 
 def test_only_the_very_file_that_was_trusted_is(trust):
