@@ -10,21 +10,22 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .counters import Counters
-from .fingerprint import region_code
+from .fingerprint import Description
 from .graph import MEMORY_FORMATS, GraphSpec
 from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
 from .patches import PatchFailed, WrongOutput, calling
+from .randomness import same_random_numbers
 from .registry import GraphEntry
 from .signature import TENSOR_TYPES, Structure, Unsupported, bind, describe, forward_signature, read
 from .skeleton import tensor_slots
@@ -38,8 +39,25 @@ MAX_PLANS = 1024
 MAX_STRUCTURES = 8
 """Structures of call per kind of region. A number that changes at every step must not compile at every step."""
 
-Learn = Callable[["RegionKind", Structure], str | None]
-"""Asked when a call has a structure that no graph serves: provides one, or says why not."""
+
+class Owner(Protocol):
+    """What a region asks of the model that it belongs to."""
+
+    def learn(self, kind: RegionKind, structure: Structure) -> str | None:
+        """Provide a graph for calls of a structure that none serves, or say why not."""
+        ...
+
+    def describe(self, path: str) -> RegionKind:
+        """Return the kind of a region that has changed."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Whether the model's regions are still what was described when the running call began."""
+        ...
+
+    def give_up(self, kind: RegionKind, entry: GraphEntry, reason: str, was_right: bool) -> None:
+        """Use a graph no more that failed its check; `was_right` if it passed one before."""
+        ...
 
 
 _everything = threading.local()
@@ -66,6 +84,12 @@ class Plan:
     relayout: tuple[tuple[int, torch.memory_format], ...]
     """Inputs that arrive in another layout than the graph was compiled for."""
     at_one: frozenset[str]
+    defaults: tuple[torch.Tensor, ...]
+    """Tensors that the call leaves to the defaults of `forward`; they follow the call's own."""
+    reads: frozenset[str]
+    """Options with which a call is not one for this graph."""
+    writes: Mapping[str, Any]
+    """What the region's code leaves in its options."""
 
 
 @dataclass(eq=False)
@@ -74,7 +98,7 @@ class RegionKind:
 
     cls: type
     fingerprint: str
-    literals: frozenset[str]
+    strings: frozenset[str]
     context_places: Mapping[int, str]
     """Positions of context arguments, and their names."""
     device: torch.device
@@ -89,16 +113,15 @@ class RegionKind:
     """Why no call at all can be compiled."""
 
     @classmethod
-    def of(cls, module: nn.Module, fingerprint: str, host: Host, device: torch.device) -> RegionKind:
+    def of(cls, module: nn.Module, description: Description, host: Host, device: torch.device) -> RegionKind:
         names = forward_signature(type(module)).parameters
-        places = {index: name for index, name in enumerate(names) if name in host.context_arguments}
         return cls(
             type(module),
-            fingerprint,
-            region_code(module, host).literals,
-            places,
+            description.fingerprint,
+            description.strings,
+            {index: name for index, name in enumerate(names) if name in host.context_arguments},
             device,
-            closed=_unusual_weight(module),
+            closed=description.obscure or _unusual_weight(module),
         )
 
     def serve(self, structure_text: str, entry: GraphEntry) -> None:
@@ -132,84 +155,95 @@ class RegionForward:
     """It is only ever put in the place of the class's own `forward`."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        kind: RegionKind,
-        host: Host,
-        counters: Counters,
-        learn: Learn,
-        describe: Callable[[], RegionKind],
-        verify: bool,
-        on_retired: Callable[[], None],
+        self, module: nn.Module, path: str, kind: RegionKind, host: Host, counters: Counters, owner: Owner, verify: bool
     ) -> None:
-        self._module = weakref.ref(module)
-        self._kind = kind
+        self._path = path
         self._host = host
         self._counters = counters
-        self._learn = learn
-        self._describe = describe
+        self._owner = owner
         self._verify = verify
-        self._on_retired = on_retired
-        self._modules = ModuleGuard(module, host)
-        self._weights = WeightGuard(module, host, kind.device)
+        self.check_next = False
+        """Set to have the next call compared with eager, whatever was proven before."""
+        self.become(module, kind)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
+    def become(self, module: nn.Module, kind: RegionKind) -> None:
+        """Serve this module from now on, as a region of this kind."""
+        self._module = weakref.ref(module)
+        self._kind = kind
+        self._modules = ModuleGuard(module, self._host)
+        self._weights = WeightGuard(module, self._host, kind.device)
+
+    def module(self) -> nn.Module | None:
+        """Return the region, or None if it is gone."""
+        return self._module()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable | None:
         """A copy of the module has weights of its own, and is eager until somebody compiles it."""
         twin = memo.get(id(self._module()))
         return self if twin is None else MethodType(type(twin).forward, twin)
 
+    def __reduce__(self) -> tuple:
+        """Pickle as the method that this stands for: whoever loads it has a module that is not compiled."""
+        return getattr, (self._module(), "forward")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
+        eager = partial(type(module).forward, module)
         if torch.compiler.is_compiling():
-            return self._kind.cls.forward(module, *args, **kwargs)
+            return eager(*args, **kwargs)
         self._counters.add("calls")
         try:
             weights = self._follow(module)
             context = self._check_call(args, kwargs)
-            hooks = self._host.hooks(context, self._kind.literals)
+            hooks = self._host.hooks(context, self._kind.strings)
             plan, tensors = self._plan(args, kwargs, hooks)
+            if plan.reads and (reason := self._host.reaches(context, plan.reads)):
+                raise Unsupported(reason)
+            patches = self._host.patch_names(context, hooks) if hooks else frozenset()
+            if patches and patches in plan.entry.rejected:
+                raise Unsupported(plan.entry.rejected[patches])
             spec = plan.entry.graph.spec
             weights = self._weights.admit(weights, spec)
             if spec.mutated:
                 _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
         except Unsupported as reason:
             self._counters.add_eager(str(reason))
-            return self._kind.cls.forward(module, *args, **kwargs)
-        run = self._run
-        checked = plan.at_one
-        if hooks:
-            run = self._with_patches(context)
-            checked |= self._host.patch_names(context, hooks)
-        if self._verify and checked not in plan.entry.verified:
-            eager = partial(self._kind.cls.forward, module, *args, **kwargs)
-            return self._run_verified(partial(run, plan, weights), plan, checked, tensors, eager, bool(hooks))
+            return eager(*args, **kwargs)
+        make_call = partial(_Call, plan, weights, tensors, context, hooks, patches, partial(self._eager, args, kwargs))
+        checked = plan.at_one | patches if patches else plan.at_one
+        if self._verify and (self.check_next or checked not in plan.entry.verified):
+            if not _is_recording(self._kind.device):
+                return self._run_checked(make_call())
+        if plan.writes:
+            self._host.leave_behind(context, plan.writes)
         try:
-            return run(plan, weights, tensors)
+            with calling(self._host.patch_call(context)) if hooks else nullcontext():
+                return self._run(plan, weights, tensors)
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
-            return self._after_patch(failed, spec, lambda: self._kind.cls.forward(module, *args, **kwargs))
+            return self._after_patch(failed, make_call())
         except Exception as error:
             if spec.mutated or _is_recording(self._kind.device):
                 raise  # the inputs may be half written, or it is the recording that is at fault
             self._retire(plan, f"{type(error).__name__}: {error}")
-            return self._kind.cls.forward(module, *args, **kwargs)
+            return eager(*args, **kwargs)
 
-    def _with_patches(self, context: Mapping[str, Any]) -> Callable:
-        """Return `_run` for a call whose patches act inside of the graph."""
+    def _eager(self, args: tuple, kwargs: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+        """Run the region's own code, with other context arguments."""
+        module = self._module()
+        places = self._kind.context_places
+        args = tuple(context[places[i]] if i in places else value for i, value in enumerate(args))
+        kwargs = {**kwargs, **{name: context[name] for name in context.keys() & kwargs.keys()}}
+        return type(module).forward(module, *args, **kwargs)
 
-        def run(plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
-            with calling(self._host.patch_call(context, tensors[0])):
-                return self._run(plan, weights, tensors)
-
-        return run
-
-    def _after_patch(self, failed: PatchFailed, spec: GraphSpec, eager: Callable[[], Any]) -> Any:
+    def _after_patch(self, failed: PatchFailed, call: _Call) -> Any:
         """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
-        if not isinstance(failed.error, WrongOutput) or spec.mutated:
+        if not isinstance(failed.error, WrongOutput) or call.plan.entry.graph.spec.mutated:
             raise failed.error
         self._counters.add_eager(str(failed.error))
-        return eager()
+        call.plan.entry.rejected[call.patches] = str(failed.error)
+        return call.eager(call.context)
 
     def _plan(self, args: tuple, kwargs: Mapping[str, Any], hooks: str) -> tuple[Plan, list[torch.Tensor]]:
         tensors: list[torch.Tensor] = []
@@ -228,7 +262,7 @@ class RegionForward:
             plan = self._kind.plans[token] = self._make_plan(args, kwargs, tensors, hooks)
         if isinstance(plan, str):
             raise Unsupported(plan)
-        return plan, tensors
+        return plan, [*tensors, *plan.defaults] if plan.defaults else tensors
 
     def _make_plan(self, args: tuple, kwargs: Mapping[str, Any], tensors: list[torch.Tensor], hooks: str) -> Plan | str:
         kind = self._kind
@@ -241,10 +275,12 @@ class RegionForward:
         if structure.text not in kind.graphs and structure.text not in kind.refusals:
             if len(kind.graphs) + len(kind.refusals) >= MAX_STRUCTURES:
                 return f"an argument that keeps changing (more than {MAX_STRUCTURES} kinds of call)"
-            if reason := self._learn(kind, structure):
+            if reason := self._owner.learn(kind, structure):
                 kind.refuse(structure.text, reason)
         if structure.text in kind.refusals:
             return kind.refusals[structure.text]
+        if structure.text not in kind.graphs:
+            return "a graph that was taken back"
         shapes = [t.shape for t in ordered]
         entry = next((e for e in kind.graphs[structure.text] if e.graph.spec.fits(shapes)), None)
         if entry is None:
@@ -252,14 +288,18 @@ class RegionForward:
         if entry.retired:
             return entry.retired
         spec = entry.graph.spec
-        order = tuple(next(i for i, t in enumerate(tensors) if t is wanted) for wanted in ordered)
+        given = {id(tensor) for tensor in tensors}
+        defaults = tuple({id(t): t for t in ordered if id(t) not in given}.values())
+        everything = [*tensors, *defaults]
+        order = tuple(next(i for i, t in enumerate(everything) if t is wanted) for wanted in ordered)
         formats = [MEMORY_FORMATS[item.memory_format] for item in spec.inputs]
         relayout = tuple(
             (i, fmt)
             for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True))
             if not t.is_contiguous(memory_format=fmt)
         )
-        return Plan(entry, order, relayout, spec.symbols_at_one(shapes))
+        at_one = spec.symbols_at_one(shapes)
+        return Plan(entry, order, relayout, at_one, defaults, frozenset(spec.reads), spec.left_behind(shapes))
 
     def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the context arguments. Raises Unsupported if the call is not one for graphs."""
@@ -271,7 +311,7 @@ class RegionForward:
             raise Unsupported("autocast is on")
         context = {name: args[i] for i, name in self._kind.context_places.items() if i < len(args)}
         context |= {name: kwargs[name] for name in self._host.context_arguments if name in kwargs}
-        if reason := self._host.reaches(context, self._kind.literals):
+        if reason := self._host.reaches(context, self._kind.strings):
             raise Unsupported(reason)
         return context
 
@@ -284,10 +324,8 @@ class RegionForward:
             self._modules.check()
             return self._weights.check()
         except Changed:
-            modules = ModuleGuard(module, self._host)
-            modules.check()  # before anything is replaced: a change that cannot be followed yet must be seen again
-            self._kind, self._modules = self._describe(), modules
-            self._weights = WeightGuard(module, self._host, self._kind.device)
+            ModuleGuard(module, self._host).check()  # a change that cannot be followed yet must be seen again
+            self.become(module, self._owner.describe(self._path))
             return self._weights.current()
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
@@ -305,56 +343,83 @@ class RegionForward:
                 outputs = [originals[i] if _is_same(output, inputs[i]) else output for output in outputs]
         return spec.rebuild(outputs)
 
-    def _run_verified(
-        self,
-        run: Callable[[Sequence[torch.Tensor]], Any],
-        plan: Plan,
-        checked: frozenset[str],
-        tensors: Sequence[torch.Tensor],
-        eager: Callable[[], Any],
-        patched: bool,
-    ) -> Any:
-        """Run the graph on copies and eager on the originals; the person gets eager's result.
+    def _run_checked(self, call: _Call) -> Any:
+        """Run the region eagerly, then its graph on copies, and compare; the person gets eager's result.
 
-        Both are then timed, unless patches take part: those may count their calls.
+        Patches are called once, by the eager region: what they returned is what the graph is given.
         """
-        spec = plan.entry.graph.spec
-        copies = [t.clone() for t in tensors]
+        plan, spec = call.plan, call.plan.entry.graph.spec
+        self.check_next = False
+        was_right = plan.at_one | call.patches in plan.entry.verified
+        copies = [t.clone() for t in call.tensors]
+        recorded = self._host.record_patches(call.context, call.hooks) if call.hooks else None
+        theirs = call.eager(recorded.context if recorded else call.context)
+        if recorded:
+            recorded.hand_over()
         try:
-            ours = run(copies)
-            error = None
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except PatchFailed as failed:
-            return self._after_patch(failed, spec, eager)
-        except Exception as raised:  # a graph that cannot run is a graph that is wrong
-            error = f"{type(raised).__name__}: {raised}"
-        theirs = eager()
-        if error is None:
+            with calling(recorded) if recorded else nullcontext():
+                ours = self._run(plan, call.weights, copies)
             written = [plan.order[i] for i in spec.mutated]
-            error = disagreement(
+            error = (recorded.error if recorded else "") or disagreement(
                 [*_tensors(ours), *(copies[i] for i in written)],
-                [*_tensors(theirs), *(tensors[i] for i in written)],
+                [*_tensors(theirs), *(call.tensors[i] for i in written)],
                 plan.entry.graph.precision,
             )
+        except torch.cuda.OutOfMemoryError:  # eager had enough: another call will tell
+            return theirs
+        except PatchFailed as failed:
+            error = str(failed.error)
+        except Exception as raised:  # a graph that cannot run is a graph that is wrong
+            error = f"{type(raised).__name__}: {raised}"
         self._counters.add("verifications")
-        if error is None:
-            plan.entry.verified.add(checked)
-            if plan.entry.timing is None and not patched:
-                written = (tensors[plan.order[i]] for i in spec.mutated)
-                with suppress(torch.cuda.OutOfMemoryError), _unchanged(written):  # a figure is not worth a picture
-                    plan.entry.timing = compare(partial(run, copies), eager, self._kind.device)
+        if error and call.patches:
+            self._reject(call, error)
+        elif error:
+            self._retire(plan, error, was_right)
         else:
-            self._retire(plan, error)
+            plan.entry.verified.add(plan.at_one | call.patches)
+            if not call.patches:
+                self._time(call, copies)
         return theirs
 
-    def _retire(self, plan: Plan, error: str) -> None:
+    def _time(self, call: _Call, copies: Sequence[torch.Tensor]) -> None:
+        """Time the graph and the eager region, once, unless the region's code leaves something behind."""
+        entry = call.plan.entry
+        if entry.timing is not None or not self._owner.is_unchanged():
+            return
+        written = (call.tensors[call.plan.order[i]] for i in entry.graph.spec.mutated)
+        with suppress(torch.cuda.OutOfMemoryError), _unchanged(written), same_random_numbers(self._kind.device):
+            graph, eager = partial(self._run, call.plan, call.weights, copies), partial(call.eager, call.context)
+            entry.timing = compare(graph, eager, self._kind.device)
+
+    def _reject(self, call: _Call, error: str) -> None:
+        """Run calls with these patches eagerly from now on; the graph may be right for others."""
+        region, entry = call.plan.entry.graph.spec.region, call.plan.entry
+        entry.rejected[call.patches] = f"the graph of {region} failed its check with a patch: {error.splitlines()[0]}"
+        log.warning("%s runs eagerly with %s: %s", region, ", ".join(sorted(call.patches)), error)
+        self._counters.add_eager(entry.rejected[call.patches])
+
+    def _retire(self, plan: Plan, error: str, was_right: bool = False) -> None:
         region = plan.entry.graph.spec.region
-        plan.entry.retired = f"the graph of {region} failed its check: {error.splitlines()[0]}"
-        log.warning("%s runs eagerly from now on: %s", region, plan.entry.retired)
+        reason = f"the graph of {region} failed its check: {error.splitlines()[0]}"
+        log.warning("%s: %s", region, reason)
         self._counters.add("retired")
-        self._counters.add_eager(plan.entry.retired)
-        self._on_retired()
+        self._counters.add_eager(reason)
+        self._owner.give_up(self._kind, plan.entry, reason, was_right)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a region that a graph can serve."""
+
+    plan: Plan
+    weights: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+    context: Mapping[str, Any]
+    hooks: str
+    patches: frozenset[str]
+    eager: Callable[[Mapping[str, Any]], Any]
+    """Runs the region's own code with these context arguments."""
 
 
 def _unusual_weight(module: nn.Module) -> str | None:

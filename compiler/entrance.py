@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .dispatch import eagerly
+from .sampling import EachCall, Sampling
 
 if TYPE_CHECKING:
+    from .dispatch import RegionForward
     from .model import CompiledModel
     from .recordings import Recordings
 
@@ -44,8 +46,10 @@ class Entrance:
         self.recordings: Recordings | None = None
         """If set, serves calls that repeat without Python."""
         self.on_call: Callable[[], None] = lambda: None
+        self.sampling: Sampling = EachCall()
+        """Tells whether this call is one of a sampling whose network was looked at already."""
         self._running = threading.local()
-        self._forwards: list[tuple[weakref.ref, Callable]] = []
+        self._forwards: dict[str, RegionForward] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whoever traces this compiles the blocks as well
@@ -54,42 +58,60 @@ class Entrance:
         self._running.call = (args, kwargs)
         self.on_call()
         try:
+            is_watched = self._look()
             with self.compiled.pace.timed(self.method, args, kwargs) if self.compiled else nullcontext():
-                if self.recordings is not None:
+                if self.recordings is not None and not is_watched:
                     return self.recordings.serve(self._call_compiled, args, kwargs)
                 return self._call_compiled(*args, **kwargs)
         finally:
             self._running.call = outer
 
+    def _look(self) -> bool:
+        """Before a sampling, see whether the network is still what its graphs were made of.
+
+        Returns whether a block of this call is compared with eager.
+        """
+        if self.compiled is None:
+            return False
+        if not self.sampling.is_known():
+            if self.compiled.follow() and self.recordings is not None:
+                self.recordings.forget()
+            self.sampling.note()
+        return self.compiled.watch_over()
+
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        installed = self._install_forwards()
+        installed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
+            self._install_forwards(installed)
             return self._enter(*args, **kwargs)
         finally:
             for attributes, before in installed:
-                attributes.pop("forward")
+                attributes.pop("forward", None)
                 attributes.update(before)
 
-    def install_while_running(self, forwards: Mapping[str, Callable]) -> None:
+    def install_while_running(self, forwards: Mapping[str, RegionForward]) -> None:
         """Put these forwards in the place of the network's blocks, by path, whenever it is called."""
-        network = self._network()
-        self._forwards = [(weakref.ref(network.get_submodule(path)), forward) for path, forward in forwards.items()]
+        self._forwards = dict(forwards)
 
-    def _install_forwards(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the attributes of each block, and the `forward` among them that was there before, if any."""
-        installed = []
-        for reference, forward in self._forwards:
-            module = reference()
+    def _install_forwards(self, installed: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Add the attributes of each block, and the `forward` among them that was there before, if any."""
+        for forward in self._forwards.values():
+            module = forward.module()
+            if module is None:  # replaced, and gone
+                continue
             before = module.__dict__.get("forward")
             if before is None or getattr(before, "__func__", None) is type(module).forward:
                 installed.append((module.__dict__, {} if before is None else {"forward": before}))
                 module.__dict__["forward"] = forward
-        return installed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
         """A copy of the network is nobody's yet."""
         twin = memo.get(id(self._network()))
         return self if twin is None else MethodType(getattr(type(twin), self.method), twin)
+
+    def __reduce__(self) -> tuple:
+        """Pickle as what was there before: whoever loads the network has one that is not compiled."""
+        return getattr, (self._network(), self.method)
 
     def network(self) -> nn.Module | None:
         """Return the network, or None if it is gone."""

@@ -1,76 +1,87 @@
-"""What a region is: a hash of its code, its configuration and its parameters' shapes.
+"""What a region is: a hash of its code, its settings and its parameters' shapes.
 
 Two blocks with one fingerprint compute the same function of (weights, inputs), so they share a graph,
-whatever checkpoint, file, process or day they come from. The code part follows the functions that the
-region's classes name, and nothing else in their files: an unrelated edit of a host must not cost anybody
-a compile, a change of a helper must.
+whatever checkpoint, file, process or day they come from. Describing a block follows the functions that its
+classes name, and reads every value that those functions can read: attributes, closures, globals, class
+attributes. Each place that is read goes into a `Watch`, so whatever the fingerprint depends on is also what is
+compared before each sampling. A value that cannot be described makes the block `obscure`: it shares no graph.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import array
+import collections
 import enum
 import functools
 import hashlib
-import inspect
 import json
-import linecache
 import numbers
+import re
 import sys
-import textwrap
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
+import torch.nn.functional
 from torch import nn
 
 from .host import Host
 from .layout import has_layouts, stride_in
+from .source import CONSTRUCTORS, Source, is_native, qualified_name, read_source
+from .watch import PLAIN, Watch, class_settings
 
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_LIBRARIES = frozenset(
-    {"torch", "torchvision", "numpy", "einops", "triton"}  # what they compute is their version's
+LIBRARIES = frozenset(
+    {"torch", "torchvision", "numpy", "einops", "triton", "comfy_kitchen"}  # what they compute is their version's
     | {"PIL", "accelerate", "httpx", "huggingface_hub", "packaging", "requests", "safetensors", "tokenizers", "tqdm"}
 )
-"""Packages whose code a region's identity does not follow; the second lot computes nothing of a region."""
-_CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
+"""Packages whose code a description does not follow; the second lot computes nothing of a region."""
+
+MAX_VALUES = 100_000
+"""Values of one region. An object that leads to more than that is somebody's whole program."""
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_SHARED_NAMESPACES = (torch.nn.functional, torch, torch.Tensor)
+"""Where people replace functions of torch for every model of the process. Layers call them without naming them."""
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, array.array, bytearray, str, int, float, bytes)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A region, reduced to what identifies it."""
+
+    fingerprint: str
+    """A hex digest, stable over processes, hash seeds, devices, loading and offloading."""
+    strings: frozenset[str]
+    """Every string constant in its code."""
+    obscure: str = ""
+    """Why the fingerprint does not say all, if so. Such a region must not use a graph."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """The code a region can run, reduced to what identifies it."""
+    """The code a region can run, with the values that it reads besides attributes."""
 
     digest: str
-    literals: frozenset[str]
-    """Every string constant in it; a key that is not among them cannot be looked up."""
+    strings: frozenset[str]
+    obscure: str = ""
 
 
 def fingerprint(module: nn.Module, host: Host) -> str:
-    """Return the identity of a region as a hex digest.
-
-    Stable over processes, hash seeds, devices and offloading; changed by an edit of the region's code, by
-    a configuration value (heads, eps, stride ...) and by a parameter's or buffer's shape, dtype or layout.
-    Not by the layout of weights that the host arranges.
-    """
-    record = {"code": region_code(module, host).digest, "modules": list(_configuration(module, host))}
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    """Return the identity of a region as a hex digest (see `Description`)."""
+    return Describer(host).describe(module).fingerprint
 
 
-def region_code(module: nn.Module, host: Host) -> Code:
-    """Return the code of a region: its modules' classes and the functions they hold or name."""
-    roots: set[Any] = set()
-    for child in module.modules():
-        roots.add(type(child))
-        for name in child.__dict__.keys() - host.volatile_attributes - {"forward"}:
-            roots.update(_code_of(child.__dict__[name]))
-    return _closure(frozenset(roots), host.infrastructure)
+def strings_of(module: nn.Module, host: Host) -> frozenset[str]:
+    """Return every string constant in the code that a module can run."""
+    return Describer(host).describe(module).strings
 
 
-def tensor_attributes(module: nn.Module) -> list[str]:
+def tensor_attributes(module: nn.Module, host: Host) -> list[str]:
     """Return the paths of tensors that a region holds outside its parameters and buffers.
 
     Such a tensor would be baked into a graph as a constant, and then belong to one checkpoint.
@@ -78,133 +89,441 @@ def tensor_attributes(module: nn.Module) -> list[str]:
     return [
         f"{path}.{name}" if path else name
         for path, child in module.named_modules()
-        for name, value in child.__dict__.items()
+        for name, value in settings_of(child, host).items()
         if isinstance(value, torch.Tensor)
     ]
 
 
-def _configuration(module: nn.Module, host: Host) -> Iterator[list]:
-    is_arranged = host.arranges(module)
-    for path, child in module.named_modules():
-        settings = {
-            name: _plain(host.setting(name, value), objects=True)
-            for name, value in child.__dict__.items()
-            if name not in _MODULE_INTERNALS and name not in host.volatile_attributes and name != "forward"
-        }
-        tensors = {
-            name: [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
-            for group in (child._parameters, child._buffers)
-            for name, t in group.items()
-            if t is not None
-        }
-        yield [path, _name(type(child)), settings, tensors]
+def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
+    """Return the attributes of a module that can decide what it computes.
 
-
-def _stride(tensor: torch.Tensor, is_arranged: bool) -> list[int]:
-    if is_arranged and has_layouts(tensor):
-        return list(stride_in(tensor, torch.contiguous_format))
-    return list(tensor.stride())
-
-
-def _name(item: Any) -> str:
-    """Return a class's or function's name. ComfyUI names an extension's modules by the folder they lie in."""
-    module = item.__module__ or "builtins"
-    return item.__qualname__ if "/" in module or "\\" in module else f"{module}.{item.__qualname__}"
-
-
-def _code_of(value: Any) -> Iterator[types.FunctionType | type]:
-    """Yield the function that an attribute is, or the class of an object that is called like one."""
-    if isinstance(value, functools.partial):
-        value = value.func
-    if isinstance(value, types.FunctionType):
-        yield value
-    elif callable(value) and isinstance(type(value).__call__, types.FunctionType) and not isinstance(value, nn.Module):
-        yield type(value)
-
-
-def _plain(value: Any, depth: int = 6, objects: bool = False) -> Any:
-    """Reduce a value to JSON that depends on its content only, or to the name of its type.
-
-    `objects` follows the attributes of objects as well.
+    Of a layer of the host's own, those are the ones that the host lists and methods put in the place of the class's.
     """
-    if isinstance(value, enum.Enum):
-        return f"{_name(type(value))}.{value.name}"
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, numbers.Number | bytes):
-        return repr(value)
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        return str(value)
-    if isinstance(value, torch.device):
-        return "device"  # where a module lives is not what it computes
-    if isinstance(value, slice):
-        value = (value.start, value.stop, value.step)
-    if isinstance(value, functools.partial):
-        value = (value.func, value.args, value.keywords)
-    if depth and isinstance(value, list | tuple):
-        return [_plain(item, depth - 1, objects) for item in value]
-    if depth and isinstance(value, set | frozenset):
-        return sorted((_plain(item, depth - 1, objects) for item in value), key=repr)
-    if depth and isinstance(value, dict):
-        return {str(key): _plain(item, depth - 1, objects) for key, item in value.items()}
-    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
-        return _name(value)
-    name = _name(type(value))
-    if objects and depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor):
-        return [name, _plain(vars(value), depth - 1, objects)]
-    return name
+    attributes = module.__dict__
+    listed = host.layer_settings(module)
+    if listed is not None:
+        cls = type(module)
+        return {
+            name: value
+            for name, value in attributes.items()
+            if name in listed or (name not in host.volatile_attributes and name != "forward" and _is_method(cls, name))
+        }
+    left_out = _MODULE_INTERNALS | host.volatile_attributes
+    return {name: value for name, value in attributes.items() if name not in left_out and name != "forward"}
 
 
-def _closure(roots: set[Any], infrastructure: tuple[str, ...]) -> Code:
-    records: set[str] = set()
-    literals: set[str] = set()
-    seen: set[Any] = set()
-    pending = list(roots)
-    while pending:
-        item = pending.pop()
-        if item in seen:
-            continue
-        seen.add(item)
-        if _is_outside(item, infrastructure):
-            records.add(_name(item))
-            if isinstance(item, types.FunctionType):
-                pending.extend(_enclosed_functions(item))
-            continue
-        if isinstance(item, type):
-            pending.extend([*item.__mro__[1:], *_foreign_methods(item)])
-        else:
-            pending.extend(_enclosed_functions(item))
-            records.add(f"{_name(item)} {_enclosed_values(item)!r}")
-        source = _read_source(item)
-        records.add(source.text)
-        literals.update(source.literals)
+class Describer:
+    """Describes the regions of a network at one moment. Code that several regions share is looked at once."""
+
+    def __init__(self, host: Host, watch: Watch | None = None) -> None:
+        self._host = host
+        self._watch = watch or Watch(functools.partial(settings_of, host=host))
+        self._codes: dict[frozenset, Code] = {}
+        self._known: dict[int, tuple[Any, Any, set]] = {}
+
+    def describe(self, module: nn.Module) -> Description:
+        """Describe a region."""
+        values = _Values(self, {id(child): path for path, child in module.named_modules()})
+        record: list[Any] = []
+        roots: set[Any] = set()
+        is_arranged = self._host.arranges(module)
+        for path, child in module.named_modules(remove_duplicate=False):
+            if values.paths[id(child)] != path:  # one module in two places
+                record.append([path, values.paths[id(child)]])
+                continue
+            self._watch.module(child)
+            roots.add(type(child))
+            settings = {
+                name: values.describe(self._host.setting(name, value), f"{path}.{name}" if path else name)
+                for name, value in settings_of(child, self._host).items()
+            }
+            tensors = {
+                name: None if t is None else [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
+                for group in (child._parameters, child._buffers)
+                for name, t in group.items()
+            }
+            record.append([path, qualified_name(type(child)), settings, tensors])
+        code = self.code(frozenset(roots | values.code))
+        text = json.dumps([code.digest, record], sort_keys=True)
+        return Description(hashlib.sha256(text.encode()).hexdigest(), code.strings, values.obscure or code.obscure)
+
+    def code(self, roots: frozenset) -> Code:
+        """Describe functions and classes, and everything that they lead to."""
+        if roots not in self._codes:
+            self._codes[roots] = _Closure(self, self._host, self._watch).of(roots)
+        return self._codes[roots]
+
+    @property
+    def watch(self) -> Watch:
+        """The places that were read so far."""
+        return self._watch
+
+    @property
+    def host(self) -> Host:
+        return self._host
+
+
+class _Values:
+    """Turns values into JSON that depends on their content only, and collects the code that they lead to."""
+
+    def __init__(self, describer: Describer, paths: Mapping[int, str]) -> None:
+        self.paths = paths
+        """Of the region's own modules, by identity."""
+        self.code: set[Any] = set()
+        self.obscure = ""
+        self._host = describer.host
+        self._watch = describer.watch
+        self._done: dict[int, Any] = {}
+        self._alive: list[Any] = []
+        self._count = 0
+
+    def describe(self, value: Any, where: str) -> Any:
+        """Return a value as JSON. `where` is its place, for people."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value if kind not in (float, complex, bytes) else [kind.__name__, repr(value)]
+        if id(value) in self._done:
+            return self._done[id(value)]
+        self._count += 1
+        if self._count > MAX_VALUES:
+            self.refuse(f"an attribute that leads to more than {MAX_VALUES} values ({where})")
+            return None
+        self._alive.append(value)  # or its identity could be another's
+        self._done[id(value)] = ["again", kind.__name__]
+        try:
+            result = self._describe(value, kind, where)
+        except Exception as error:  # an object can refuse to be looked at in any way
+            self.refuse(f"an object that cannot be looked into ({where}: {type(error).__name__})")
+            result = kind.__name__
+        self._done[id(value)] = result
+        return result
+
+    def _describe(self, value: Any, kind: type, where: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            self.refuse(f"a tensor outside parameters and buffers ({where})")
+            return "tensor"
+        if isinstance(value, nn.Module):
+            return self._module(value, where)
+        if isinstance(value, enum.Enum):
+            return ["enum", qualified_name(kind), value.name]
+        if isinstance(value, torch.device):
+            return "device"  # where a module lives is not what it computes
+        if isinstance(value, torch.dtype | torch.layout | torch.memory_format | re.Pattern | range | slice | PurePath):
+            return [kind.__name__, repr(value)]
+        if isinstance(value, type):
+            self.code.add(value)
+            return ["class", qualified_name(value)]
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
+        if function := self._function(value, where):
+            return function
+        if isinstance(value, _CONTAINERS) or kind is types.MappingProxyType:
+            return self._container(value, kind, where)
+        if isinstance(value, weakref.ref):
+            self._watch.reference(value)
+            return ["weakref", self.describe(value(), where)]
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+            return self._array(value, where)
+        return self._object(value, kind, where)
+
+    def refuse(self, reason: str) -> None:
+        """Note why the values do not say all."""
+        self.obscure = self.obscure or reason
+
+    def _module(self, module: nn.Module, where: str) -> Any:
+        """A module of the region is its place in it; one from elsewhere is an object that may hold no weights."""
+        if id(module) in self.paths:
+            return ["own", self.paths[id(module)]]
+        if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
+            self.refuse(f"a layer that the block reads and does not contain ({where})")
+        self._watch.module(module)
+        self.code.add(type(module))
+        settings = {name: self.describe(v, f"{where}.{name}") for name, v in settings_of(module, self._host).items()}
+        children = [[name, self.describe(child, f"{where}.{name}")] for name, child in module.named_children()]
+        return ["layer", qualified_name(type(module)), settings, children]
+
+    def _function(self, value: Any, where: str) -> Any:
+        """Return what describes something that is called, or None if it is no function."""
+        if isinstance(value, types.FunctionType):
+            self.code.add(value)
+            if is_outside(_home(value), self._host):
+                enclosed = [self.describe(function, where) for function in _enclosed_functions(value)]
+                return ["function", qualified_name(value), enclosed]
+            return ["function", qualified_name(value), read_source(value).digest, self.enclosed(value, where)]
+        if isinstance(value, types.MethodType):
+            return ["method", self.describe(value.__func__, where), self.describe(value.__self__, where)]
+        if isinstance(value, functools.partial):
+            return ["partial", *(self.describe(v, where) for v in (value.func, value.args, value.keywords))]
+        if isinstance(value, functools._lru_cache_wrapper | staticmethod | classmethod):
+            return [type(value).__name__, self.describe(value.__wrapped__, where)]
+        if isinstance(value, property):
+            return ["property", *(self.describe(f, where) for f in (value.fget, value.fset, value.fdel))]
+        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            owner = value.__self__
+            own = None if owner is None or isinstance(owner, types.ModuleType) else self.describe(owner, where)
+            return ["builtin", value.__qualname__, own]
+        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return ["operator", str(value)]
+        return None
+
+    def enclosed(self, function: types.FunctionType, where: str) -> list:
+        """Describe what a function carries with it: defaults and closure cells."""
+        self._watch.function(function)
+        return [*self._defaults(function, where), *(self._cell(cell, where) for cell in function.__closure__ or ())]
+
+    def _defaults(self, function: types.FunctionType, where: str) -> Iterator[Any]:
+        code, defaults = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for name, value in [*zip(names, defaults), *sorted((function.__kwdefaults__ or {}).items())]:
+            if name in self._host.context_arguments:  # a dictionary there gathers whatever was left in it
+                continue
+            # What `forward` takes is an input of the graph, given or not.
+            is_input = function.__name__ == "forward" and isinstance(value, torch.Tensor)
+            yield [name, "input" if is_input else self.describe(value, f"{where}, a default of {function.__name__}")]
+
+    def _cell(self, cell: types.CellType, where: str) -> Any:
+        try:
+            content = cell.cell_contents
+        except ValueError:
+            return "empty"
+        if isinstance(content, type):
+            self.code.add(content)
+            return ["class", qualified_name(content)]
+        return self.describe(content, where)
+
+    def _container(self, value: Any, kind: type, where: str) -> Any:
+        own = [] if self._is_outside(kind) else [self._attributes(value, where)]
+        name = kind.__name__ if self._is_outside(kind) else qualified_name(kind)
+        if own:
+            self.code.add(kind)
+        if isinstance(value, dict | types.MappingProxyType):
+            self._watch.mapping(value)
+            items = list(dict.items(value)) if isinstance(value, dict) else list(value.items())
+            return [name, *own, [[self.describe(k, where), self.describe(v, _entry(where, k))] for k, v in items]]
+        if isinstance(value, set | frozenset):
+            self._watch.sequence(value)
+            return [name, *own, sorted((self.describe(item, where) for item in value), key=repr)]
+        if isinstance(value, str | int | float | bytes | bytearray | array.array):
+            if isinstance(value, bytearray | array.array):
+                self._watch.sequence(value)
+            base = next(base for base in _CONTAINERS if isinstance(value, base))
+            return [name, *own, base.__repr__(value)]
+        if not isinstance(value, tuple):
+            self._watch.sequence(value)
+        return [name, *own, [self.describe(item, where) for item in value]]
+
+    def _array(self, value: Any, where: str) -> Any:
+        if value.dtype.hasobject:
+            self.refuse(f"an array of objects ({where})")
+            return "array"
+        self._watch.array(value)
+        data = value.tobytes()
+        return ["array", str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()]
+
+    def _object(self, value: Any, kind: type, where: str) -> Any:
+        name = qualified_name(kind)
+        if isinstance(value, numbers.Number):
+            return [name, repr(value)]
+        if isinstance(value, Iterator):
+            self.refuse(f"an iterator, which is another one after each use ({where})")
+            return name
+        outside = self._is_outside(kind)
+        if outside and kind.__module__.partition(".")[0] in _INERT:
+            return name
+        if not outside:
+            self.code.add(kind)
+            if not hasattr(value, "__dict__") and not _slot_names(kind) and kind.__basicsize__ > object.__basicsize__:
+                self.refuse(f"an object of a type that cannot be looked into ({where}: {kind.__name__})")
+        return [name, self._attributes(value, where)]
+
+    def _attributes(self, value: Any, where: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._watch.mapping(attributes)
+            found |= {
+                str(n): self.describe(self._host.setting(n, v), f"{where}.{n}") for n, v in list(attributes.items())
+            }
+        if slots := _slot_names(type(value)):
+            self._watch.slots(value, slots)
+            missing = object()
+            held = {n: getattr(value, n, missing) for n in slots}
+            found |= {n: self.describe(v, f"{where}.{n}") for n, v in held.items() if v is not missing}
+        return found
+
+    def _is_outside(self, kind: type) -> bool:
+        return is_outside(kind.__module__ or "builtins", self._host)
+
+
+_INERT = frozenset({"logging", "_thread", "threading", "contextlib", "contextvars", "_contextvars", "_io", "torch"})
+"""Modules whose objects (loggers, locks, files, generators) tell nothing of what a block computes."""
+
+
+class _Closure:
+    """Follows code from some functions and classes to all that they name."""
+
+    def __init__(self, describer: Describer, host: Host, watch: Watch) -> None:
+        self._host = host
+        self._watch = watch
+        self._values = _Values(describer, {})
+        self._records: set[str] = set()
+        self._strings: set[str] = set()
+
+    def of(self, roots: Iterable[Any]) -> Code:
+        seen: set[Any] = set()
+        pending = [*roots, *self._foreign_everywhere()]
+        while pending:
+            item = pending.pop()
+            if item in seen:
+                continue
+            seen.add(item)
+            pending.extend(self._class(item) if isinstance(item, type) else self._function(item))
+            pending.extend(self._values.code - seen)
+        digest = hashlib.sha256("\n\n".join(sorted(self._records)).encode()).hexdigest()
+        return Code(digest, frozenset(self._strings), self._values.obscure)
+
+    def _foreign_everywhere(self) -> Iterator[types.FunctionType]:
+        """Yield what somebody has put among the functions of torch."""
+        for namespace in _SHARED_NAMESPACES:
+            functions = {name: value for name, value in list(vars(namespace).items()) if _is_function(value)}
+            self._watch.entries(vars(namespace), tuple(functions))
+            for name, value in functions.items():
+                if isinstance(value, types.FunctionType) and not is_outside(_home(value), self._host):
+                    self._records.add(f"{namespace.__name__}.{name} is {qualified_name(value)}")
+                    yield value
+
+    def _class(self, cls: type) -> Iterator[Any]:
+        if cls is object:
+            return
+        yield from cls.__mro__[1:]
+        self._watch.class_(cls)
+        if is_outside(cls.__module__ or "builtins", self._host):
+            self._records.add(qualified_name(cls))
+            for name, value in _methods(cls):
+                if not is_outside(_home(value), self._host):
+                    self._records.add(f"{qualified_name(cls)}.{name} is {qualified_name(value)}")
+                    yield value
+            return
+        yield from self._read(cls)
+        for name, value in class_settings(cls).items():
+            if name not in CONSTRUCTORS:
+                yield from self._class_entry(cls, name, value)
+
+    def _class_entry(self, cls: type, name: str, value: Any) -> Iterator[Any]:
+        where = f"{cls.__name__}.{name}"
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, property) and all(f is None or is_native(cls, f) for f in (value.fget, value.fset)):
+            return
+        if isinstance(value, types.FunctionType):
+            self._note(where, self._values.enclosed(value, where))
+            if not is_native(cls, value):
+                self._records.add(f"{qualified_name(cls)}.{name} is {qualified_name(value)}")
+                yield value
+        elif not isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
+            self._note(f"{qualified_name(cls)}.{name}", self._values.describe(value, where))
+
+    def _function(self, function: types.FunctionType) -> Iterator[Any]:
+        if is_outside(_home(function), self._host):
+            self._records.add(qualified_name(function))
+            yield from _enclosed_functions(function)
+            return
+        yield from _enclosed_functions(function)
+        self._note(qualified_name(function), self._values.enclosed(function, qualified_name(function)))
+        yield from self._read(function)
+
+    def _read(self, item: Any) -> Iterator[Any]:
+        source = read_source(item)
+        self._records.add(source.text)
+        self._strings.update(source.strings)
         # Resolved anew each time: an extension may have replaced a helper since the last look.
-        for name, value in _resolve(source.names, _namespace(item)):
-            if isinstance(value, types.FunctionType | type):
-                pending.append(value)
-            elif _is_constant(name, value):
-                records.add(f"{_name(item)}: {name}={_plain(value)!r}")
-    digest = hashlib.sha256("\n\n".join(sorted(records)).encode()).hexdigest()
-    return Code(digest, frozenset(literals))
+        for chain in source.names:
+            yield from self._resolve(item, chain, source)
+
+    def _resolve(self, item: Any, chain: tuple[str, ...], source: Source) -> Iterator[Any]:
+        """Yield the functions and classes that a dotted name leads to, and note the value at its end."""
+        value: Any = None
+        space: Mapping[str, Any] | None = _namespace(item)
+        if chain[0] not in space and chain[0] in source.bound:
+            return
+        reads_data = not _is_in(_home(item), self._host.layer_modules)
+        for place, part in enumerate(chain):
+            if space is None:
+                break
+            if part not in space:
+                self._watch.name(space, part)
+                return
+            self._watch.name(space, part)
+            value = space[part]
+            if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
+                self._values.refuse(f"code that remembers things in a global ({qualified_name(item)}: {part})")
+                return
+            if isinstance(value, types.ModuleType) and _is_in(value.__name__, self._host.infrastructure):
+                reads_data = False  # the host's bookkeeping moves while it works
+            space = _space_of(value, chain[place + 1]) if place + 1 < len(chain) else None
+        yield from self._value(f"{qualified_name(item)}: {'.'.join(chain)}", value, reads_data)
+
+    def _value(self, name: str, value: Any, reads_data: bool) -> Iterator[Any]:
+        value = getattr(value, "__wrapped__", value) if isinstance(value, functools._lru_cache_wrapper) else value
+        if isinstance(value, types.FunctionType | type):
+            yield value
+        elif isinstance(value, types.ModuleType | argparse.Namespace) or not reads_data:
+            return
+        elif not is_outside(type(value).__module__ or "builtins", self._host) or _is_data(value):
+            self._note(name, self._values.describe(value, name))
+
+    def _note(self, name: str, description: Any) -> None:
+        self._records.add(f"{name}={json.dumps(description, sort_keys=True)}")
 
 
-def _is_constant(name: str, value: Any) -> bool:
-    """Whether a global is a setting of the code, and not a cache, a registry or the whole command line."""
-    if isinstance(value, types.ModuleType | argparse.Namespace):
-        return False
-    return not isinstance(value, dict | list | set) or name.rpartition(".")[2].isupper()
-
-
-def _is_outside(item: Any, infrastructure: tuple[str, ...]) -> bool:
-    # A wrapper that a library made bears the name of what it wraps; its globals do not.
-    home = item.__globals__.get("__name__") if isinstance(item, types.FunctionType) else item.__module__
-    module = home or "builtins"
+def is_outside(module: str, host: Host) -> bool:
+    """Whether code of a Python module is a library's, or of the host's infrastructure."""
     root = module.partition(".")[0]
-    return (
-        root in _LIBRARIES
-        or root in sys.stdlib_module_names
-        or any(module == prefix or module.startswith(prefix + ".") for prefix in infrastructure)
-    )
+    return root in LIBRARIES or root in sys.stdlib_module_names or _is_in(module, host.infrastructure)
+
+
+def _is_in(module: str, prefixes: Iterable[str]) -> bool:
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _home(item: Any) -> str:
+    """Return the module that an item's names are looked up in: a wrapper bears the name of what it wraps."""
+    home = item.__globals__.get("__name__") if isinstance(item, types.FunctionType) else item.__module__
+    return home or "builtins"
+
+
+def _is_data(value: Any) -> bool:
+    return type(value) in PLAIN or isinstance(value, (*_CONTAINERS, torch.Tensor, enum.Enum))
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _space_of(value: Any, part: str) -> Mapping[str, Any] | None:
+    """Return where the next part of a dotted name is looked up, or None if only the whole object can be described."""
+    if isinstance(value, type):
+        return next((vars(cls) for cls in value.__mro__ if part in vars(cls)), None)
+    if isinstance(value, dict) and hasattr(value, part) and part in value:  # parsed options with entries as attributes
+        return value
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, types.ModuleType | argparse.Namespace | types.FunctionType):
+        return attributes
+    return attributes if isinstance(attributes, dict) and part in attributes else None
+
+
+def _namespace(item: Any) -> Mapping[str, Any]:
+    if isinstance(item, types.FunctionType):
+        return item.__globals__
+    return vars(sys.modules.get(item.__module__, types.ModuleType("empty")))
+
+
+def _methods(cls: type) -> list[tuple[str, types.FunctionType]]:
+    return [(name, value) for name, value in vars(cls).items() if isinstance(value, types.FunctionType)]
+
+
+def _is_method(cls: type, name: str) -> bool:
+    return callable(getattr(cls, name, None))
 
 
 def _enclosed_functions(function: types.FunctionType) -> Iterator[types.FunctionType]:
@@ -218,130 +537,20 @@ def _enclosed_functions(function: types.FunctionType) -> Iterator[types.Function
             yield content
 
 
-def _enclosed_values(function: types.FunctionType) -> list:
-    """What else a function made inside another one depends on: defaults and numbers in closure cells."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    values += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    return [_plain(value) for value in values if isinstance(value, bool | int | float | str | tuple | torch.dtype)]
+def _slot_names(kind: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for cls in kind.__mro__
+        for name, value in vars(cls).items()
+        if isinstance(value, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
+    )
 
 
-def _foreign_methods(cls: type) -> Iterator[types.FunctionType]:
-    """Yield functions that somebody put on a class, which are not in its source."""
-    for name, value in vars(cls).items():
-        if isinstance(value, types.FunctionType) and name not in _CONSTRUCTORS:
-            if value.__globals__.get("__name__") != cls.__module__ or value.__code__.co_name != name:
-                yield value
+def _entry(where: str, key: Any) -> str:
+    return f"{where}[{key!r}]" if type(key) in (str, int) else where
 
 
-@dataclass(frozen=True)
-class _Source:
-    text: str
-    names: tuple[tuple[str, ...], ...]
-    literals: frozenset[str]
-
-
-@lru_cache(maxsize=4096)
-def _read_source(item: Any) -> _Source:
-    """Read a class or function: its text without comments, the dotted names and the strings in it."""
-    title = _name(item)
-    try:
-        tree = ast.parse(textwrap.dedent(_source_text(item)))
-    except (OSError, TypeError, SyntaxError):
-        constants = list(_constants(item))
-        literals = frozenset(value for value in constants if isinstance(value, str))
-        return _Source(f"{title} {_bytecode(item)} {_plain(constants)}", (), literals)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            # What a constructor leaves behind is in the configuration.
-            node.body = [n for n in node.body if getattr(n, "name", None) not in _CONSTRUCTORS] or [ast.Pass()]
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    nodes = list(ast.walk(tree))
-    names = {tuple(chain) for node in nodes if (chain := _dotted(node))}
-    literals = frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return _Source(f"{title}\n{ast.unparse(tree)}", tuple(sorted(names)), literals)
-
-
-def _source_text(item: Any) -> str:
-    """As `inspect.getsource`, which before Python 3.13 parses a whole file again for every class in it."""
-    if isinstance(item, types.FunctionType):
-        # The code object, not the function: inspect would look through functools.wraps to the wrapped one.
-        return inspect.getsource(item.__code__)
-    file = None if hasattr(item, "__firstlineno__") else inspect.getsourcefile(item)
-    if file is None:
-        return inspect.getsource(item)
-    linecache.checkcache(file)
-    lines = linecache.getlines(file, vars(sys.modules[item.__module__]))
-    try:
-        first, last = _class_lines("".join(lines))[item.__qualname__]
-    except KeyError:
-        raise OSError(f"no class {item.__qualname__} in {file}") from None
-    return "".join(lines[first - 1 : last])
-
-
-@lru_cache(maxsize=64)
-def _class_lines(text: str) -> dict[str, tuple[int, int]]:
-    """Return the first and the last line of each class in a file, decorators included, by qualified name."""
-    found: dict[str, tuple[int, int]] = {}
-
-    def visit(node: ast.AST, path: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef):
-                begin = child.decorator_list[0].lineno if child.decorator_list else child.lineno
-                found.setdefault(path + child.name, (begin, child.end_lineno))
-                visit(child, f"{path}{child.name}.")
-            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                visit(child, f"{path}{child.name}.<locals>.")
-            else:
-                visit(child, path)
-
-    visit(ast.parse(text), "")
-    return found
-
-
-def _bytecode(item: Any) -> str:
-    if isinstance(item, types.FunctionType):
-        return f"{item.__code__.co_code.hex()} {item.__code__.co_names}"
-    methods = {key: value for key, value in vars(item).items() if isinstance(value, types.FunctionType)}
-    return str(sorted((key, _bytecode(value)) for key, value in methods.items()))
-
-
-def _constants(item: Any) -> Iterator[Any]:
-    if isinstance(item, type):
-        methods = sorted(key for key, value in vars(item).items() if isinstance(value, types.FunctionType))
-        for key in methods:
-            yield from _constants(vars(item)[key])
-    else:
-        code = item.__code__ if isinstance(item, types.FunctionType) else item
-        for value in code.co_consts:
-            yield from _constants(value) if isinstance(value, types.CodeType) else [value]
-
-
-def _namespace(item: Any) -> dict[str, Any]:
-    if isinstance(item, types.FunctionType):
-        return item.__globals__
-    return vars(sys.modules.get(item.__module__, types.ModuleType("empty")))
-
-
-def _resolve(names: tuple[tuple[str, ...], ...], namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that code names, following dots through modules and parsed options."""
-    for chain in names:
-        if chain[0] not in namespace:
-            continue
-        value = namespace[chain[0]]
-        for part in chain[1:]:
-            # Parsed options are a Namespace, or a dictionary that has its entries as attributes.
-            if not isinstance(value, types.ModuleType | argparse.Namespace | dict) or not hasattr(value, part):
-                break
-            value = getattr(value, part)
-        else:
-            yield ".".join(chain), value
-
-
-def _dotted(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Name):
-        return [node.id]
-    if isinstance(node, ast.Attribute):
-        rest = _dotted(node.value)
-        return [*rest, node.attr] if rest else []
-    return []
+def _stride(tensor: torch.Tensor, is_arranged: bool) -> list[int]:
+    if is_arranged and has_layouts(tensor):
+        return list(stride_in(tensor, torch.contiguous_format))
+    return list(tensor.stride())

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .expressions import evaluate
+from .options import decode_writes
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -61,6 +62,14 @@ class GraphSpec:
     """Per leaf of the region's result: a tensor, or None."""
     tree: str
     """Structure of the region's result, as `torch.utils._pytree.treespec_dumps` writes it."""
+    reads: tuple[str, ...] = ()
+    """Options that the code asked for and that the traced call did not have. Calls that have one run eagerly."""
+    writes: str = ""
+    """What the code leaves in its call's options, as `options.encode_writes` writes it."""
+
+    def left_behind(self, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return what a call with these input shapes leaves in its options."""
+        return decode_writes(self.writes, self._bind_symbols(shapes) or {})
 
     @cached_property
     def weight_layout(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:

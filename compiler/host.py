@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from .patches import PatchCall
+    from .patches import PatchCall, RecordedPatches
 
 
 class Host:
@@ -36,7 +36,10 @@ class Host:
 
     infrastructure: tuple[str, ...] = ()
     """Python module prefixes whose code moves tensors and settings about without deciding what a region
-    computes. A region's fingerprint does not follow calls into them."""
+    computes. A region's fingerprint does not follow calls into them, nor read their globals."""
+
+    layer_modules: tuple[str, ...] = ()
+    """Python modules of the host's own layers. Their code is part of a fingerprint; their globals are bookkeeping."""
 
     settings: frozenset[str] = frozenset()
     """Instance attributes that people change on a model in use (adapters, processors). A change is followed."""
@@ -55,28 +58,42 @@ class Host:
         """
         return False
 
+    def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
+        """Return the attributes that decide what a layer of the host's own computes; None for any other module.
+
+        The host marks its layers while it loads, casts and offloads them, and no list of such marks stays complete.
+        """
+        return None
+
     def setting(self, name: str, value: Any) -> Any:
         """Return the part of an instance attribute that decides what a region computes."""
         return value
 
-    def stand_in(self, name: str, literals: frozenset[str], hooks: str) -> Any:
+    def stand_in(self, name: str, strings: frozenset[str], hooks: str) -> Any:
         """Return what a context argument is while a region is traced.
 
-        `literals` are the string constants of the region's code: what keys it can possibly look up. `hooks` are as
+        `strings` are the string constants of the region's code: what keys it can possibly look up. `hooks` are as
         the method of that name gave them, or from a file that need not be trusted. Raises what it likes.
         """
         raise KeyError(name)
 
-    def hooks(self, context: Mapping[str, Any], literals: frozenset[str]) -> str:
+    def hooks(self, context: Mapping[str, Any], strings: frozenset[str]) -> str:
         """Return which patches of this call can be operators inside a graph, in a canonical form; empty if none.
 
         Calls with other hooks have other graphs. What `reaches` names keeps the region eager anyhow.
         """
         return ""
 
-    def patch_call(self, context: Mapping[str, Any], first: torch.Tensor) -> PatchCall:
-        """Return what calls this call's patches for those operators. `first` is the region's first tensor."""
-        raise NotImplementedError
+    def patch_call(self, context: Mapping[str, Any]) -> PatchCall:
+        """Return what calls this call's patches for those operators."""
+        raise KeyError("a host that names no hooks has no patches")
+
+    def record_patches(self, context: Mapping[str, Any], hooks: str) -> RecordedPatches:
+        """Return what calls this call's patches for an eager region and then answers for them to its graph."""
+        raise KeyError("a host that names no hooks has no patches")
+
+    def leave_behind(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Leave in a call's context arguments what the region's own code would have left there."""
 
     def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
         """Return names of the functions behind the hooks; a graph is checked once with each."""
@@ -85,14 +102,14 @@ class Host:
     def adapt(self, twin: nn.Module) -> None:
         """Change a skeleton before it is traced, where a part of it must not be traced through."""
 
-    def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+    def reaches(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
 
-    def unrepeatable(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+    def unrepeatable(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
         """Return why a recorded call of the network may not stand for one with these context arguments, or None.
 
-        `literals` are the string constants of the network's code.
+        `strings` are the string constants of the network's code.
         """
         return "a host that does not say what its calls depend on"
 

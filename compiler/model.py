@@ -22,7 +22,8 @@ from .counters import Counters, totals
 from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
 from .environment import environment, probing_version
 from .errors import one_line
-from .fingerprint import fingerprint
+from .canary import Canary
+from .fingerprint import Describer
 from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
 from .host import Host
@@ -34,6 +35,7 @@ from .signature import Structure, Unsupported
 from .skeleton import tensor_slots
 from .timing import Pace
 from .trace import Variant
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -145,13 +147,14 @@ class CompiledModel:
         self._on_change = on_change
         self._background = background
         self._fingerprints: dict[str, str] = {}
+        self._forwards: weakref.WeakValueDictionary[str, RegionForward] = weakref.WeakValueDictionary()
+        self._canary = Canary(self.counters)
         self._loaded: set[str] = set()
         self._compiled: list[str] = []
         self._pending: list[StoredGraph] = []
         self._states: dict[str, set[str]] = defaultdict(set)
         """By path: what a region has been."""
-        for region in regions:
-            self._describe(region)
+        self._watch = self._describe_all([region.path for region in regions])
 
     @property
     def device(self) -> torch.device:
@@ -174,24 +177,42 @@ class CompiledModel:
         return len(self._pending)
 
     def forwards(self) -> dict[str, RegionForward]:
-        """Return what takes the place of each region's `forward`, by path.
-
-        Whoever installs them keeps this object alive, and the model keeps whoever that is.
-        """
+        """Return what takes the place of each region's `forward`, by path: whoever installs them keeps them alive."""
+        made: list[RegionForward] = []  # or the weak dictionary would lose them at once
         model = self._model()
-        return {
-            path: RegionForward(
-                model.get_submodule(path),
-                self._kinds[identity],
-                self._host,
-                self.counters,
-                self._learn,
-                partial(self._describe_again, path),
-                self._verify,
-                self._on_change,
-            )
-            for path, identity in self._fingerprints.items()
-        }
+        for path, identity in self._fingerprints.items():
+            if path not in self._forwards:
+                module, kind = model.get_submodule(path), self._kinds[identity]
+                self._forwards[path] = forward = RegionForward(
+                    module, path, kind, self._host, self.counters, self, self._verify
+                )
+                made.append(forward)
+        return dict(self._forwards)
+
+    def follow(self) -> bool:
+        """See, before a sampling, whether the regions are still what was described; go on as what they are now.
+
+        Returns whether something has changed. Takes milliseconds if nothing has.
+        """
+        if self._watch.holds():
+            return False
+        model, before = self._model(), dict(self._fingerprints)
+        self._watch = self._describe_all(list(before))
+        for path, forward in list(self._forwards.items()):
+            module = _submodule(model, path)
+            if module is not None and (module is not forward.module() or self._fingerprints[path] != before[path]):
+                forward.become(module, self._kinds[self._fingerprints[path]])
+        self._serve_pending()
+        return True
+
+    def watch_over(self) -> bool:
+        """Have one call of one region compared with eager, in turn, if it is time; return whether it is."""
+        if not self._verify or not self._canary.is_due():
+            return False
+        forward = self._canary.choose(list(self._forwards.values()))
+        if forward is not None:
+            forward.check_next = True
+        return forward is not None
 
     def like(self, model: nn.Module, regions: Iterable[Region]) -> CompiledModel:
         """Return another compiled model with the same device, backend, registry and host."""
@@ -288,17 +309,18 @@ class CompiledModel:
             compiled_here=tuple(self._compiled),
         )
 
-    def _describe(self, region: Region) -> RegionKind:
+    def _describe(self, path: str, module: nn.Module, describer: Describer) -> RegionKind:
         """Return the kind that a region is now, and remember that it is."""
         try:
-            identity = fingerprint(region.module, self._host)
-            self._limit_states(region.path, identity)
-            kind = self._kinds.get(identity) or RegionKind.of(region.module, identity, self._host, self._device)
+            description = describer.describe(module)
+            self._limit_states(path, description.fingerprint)
+            known = self._kinds.get(description.fingerprint)
+            kind = known or RegionKind.of(module, description, self._host, self._device)
         except Unsupported as reason:
-            kind = self._closed(region, str(reason))
+            kind = self._closed(path, module, str(reason))
         except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
-            kind = self._closed(region, f"a block that cannot be described ({one_line(error)})")
-        self._fingerprints[region.path] = kind.fingerprint
+            kind = self._closed(path, module, f"a block that cannot be described ({one_line(error)})")
+        self._fingerprints[path] = kind.fingerprint
         return self._kinds.setdefault(kind.fingerprint, kind)
 
     def _limit_states(self, path: str, identity: str) -> None:
@@ -307,22 +329,46 @@ class CompiledModel:
             raise Unsupported(f"a block that keeps changing (more than {MAX_STATES} times)")
         states.add(identity)
 
-    def _describe_all(self) -> None:
-        for path in self._fingerprints:
-            self._describe(Region(path, self._model().get_submodule(path)))
+    def _describe_all(self, paths: Iterable[str]) -> Watch:
+        """Describe the regions as they are now; return the places that were looked at."""
+        model, describer = self._model(), Describer(self._host)
+        for path in paths:
+            module = _submodule(model, path)
+            if module is not None:
+                self._describe(path, module, describer)
+        describer.watch.children(model, paths)
+        return describer.watch
 
-    def _closed(self, region: Region, reason: str) -> RegionKind:
-        return RegionKind(type(region.module), region.path, frozenset(), {}, self._device, closed=reason)
+    def _closed(self, path: str, module: nn.Module, reason: str) -> RegionKind:
+        return RegionKind(type(module), f"{path}: {reason}", frozenset(), {}, self._device, closed=reason)
 
-    def _describe_again(self, path: str) -> RegionKind:
+    def describe(self, path: str) -> RegionKind:
         """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
-        region = Region(path, self._model().get_submodule(path))
+        module = self._model().get_submodule(path)
         if self._host.weights_say_device:
-            tensors = chain(region.module.parameters(), region.module.buffers())
+            tensors = chain(module.parameters(), module.buffers())
             self._go_to(next((tensor.device for tensor in tensors), self._device))
-        kind = self._describe(region)
-        self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
+        kind = self._describe(path, module, Describer(self._host))
+        self._serve_pending()
         return kind
+
+    def is_unchanged(self) -> bool:
+        """Whether the regions are what was described when the running call began."""
+        return self._watch.holds()
+
+    def give_up(self, kind: RegionKind, entry: GraphEntry, reason: str, was_right: bool) -> None:
+        """Use a graph no more that failed its check.
+
+        One that was loaded and never right here is compiled again. One that was right before meets something that no
+        description sees: another graph under its name would be wrong for somebody else.
+        """
+        if entry.source in ("disk", "file") and not was_right:
+            log.warning("The graph of %s that was loaded is compiled again.", entry.graph.spec.region)
+            self._registry.discard(entry.graph.key)
+            kind.drop({entry.graph.key})
+        else:
+            entry.retired = reason
+        self._on_change()
 
     def _go_to(self, device: torch.device) -> None:
         if device == self._device or device.type == "meta":
@@ -330,9 +376,12 @@ class CompiledModel:
         self._device = device
         self._kinds.clear()
         reason = self._backend.available(device)
-        self._describe_all()
+        self._describe_all(list(self._fingerprints))
         for kind in self._kinds.values():
             kind.closed = kind.closed or reason
+        self._serve_pending()
+
+    def _serve_pending(self) -> None:
         self._pending = [graph for graph in self._pending if not self._serve_stored(graph, Counter())]
 
     def _wanted_ahead(self, call: ModelCall, name: str) -> list[Variant]:
@@ -354,10 +403,12 @@ class CompiledModel:
     def _note_name(self, name: str) -> str:
         """Return a digest of what the graphs depend on that a call wants; nothing if the model has no fingerprint."""
         try:
-            network = fingerprint(self._model(), self._host)
+            network = Describer(self._host).describe(self._model())
         except Exception:  # only its regions have to bear being looked at
             return ""
-        record = [name, str(self._device), network, sorted(self._fingerprints.items()), probing_version()]
+        if network.obscure:
+            return ""
+        record = [name, str(self._device), network.fingerprint, sorted(self._fingerprints.items()), probing_version()]
         return hashlib.sha256(json.dumps([*record, torch.__version__]).encode()).hexdigest()
 
     def _wanted(self, call: ModelCall) -> list[Variant]:
@@ -431,7 +482,7 @@ class CompiledModel:
         if self._background is None:
             self._host.check_cancelled()
 
-    def _learn(self, kind: RegionKind, structure: Structure) -> str | None:
+    def learn(self, kind: RegionKind, structure: Structure) -> str | None:
         """Serve a structure met in a running call, or return why it stays eager. Raises Unsupported if that may end."""
         call = self._current_call()
         if call is None:
@@ -449,7 +500,8 @@ class CompiledModel:
             self._on_change()
 
     def _learn_now(self, kind: RegionKind, structure: Structure, call: ModelCall) -> str | None:
-        self._describe_all()  # what has made one region another may have changed others, not called since
+        if self._background is None:  # what has made one region another may have changed others, not called since
+            self._describe_all(list(self._fingerprints))
         try:
             variants = self._registry.run("probe", lambda: self._wanted(call))
         except Exception as error:
@@ -466,6 +518,14 @@ class CompiledModel:
         if structure.text in kind.graphs or structure.text in kind.refusals:
             return None
         return "an argument that changes with the size, or sizes that cannot be told apart"
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    """Return what is at a path by now: extensions put other blocks there, or none."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _in_use(kind: RegionKind, blocks: int) -> KindInUse:

@@ -9,17 +9,37 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from .options import Unknown
 from .signature import Unsupported
 
 PatchCall = Callable[..., torch.Tensor]
 """Calls the patch for a hook: f(hook, constants, *tensors) -> tensor of the shape and dtype of the first."""
+
+
+class RecordedPatches(Protocol):
+    """A call's patches, called once for an eager region; a graph is then given what they returned."""
+
+    error: str
+    """How what the graph gave to a patch differs from what the region gave; empty if it does not."""
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        """The context arguments for the eager region."""
+        ...
+
+    def hand_over(self) -> None:
+        """Leave in the call's own context what the region left in the one that it was given."""
+        ...
+
+    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor: ...
+
 
 _REPLACEMENT = "(str hook, str constants, Tensor q, Tensor k, Tensor v) -> Tensor"
 _OUTPUT = "(str hook, str constants, Tensor x) -> Tensor"
@@ -86,7 +106,7 @@ def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(expected, memory_format=torch.contiguous_format)
 
 
-def stand_in(hook: str, known: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+def stand_in(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]:
     """Return what takes a patch's place while a region is traced. `known` are options that every call has anew.
 
     Of the options that the block adds, plain values become part of the graph. Raises Unsupported for others.
@@ -95,7 +115,8 @@ def stand_in(hook: str, known: Mapping[str, Any]) -> Callable[..., torch.Tensor]
 
     def patch(*arguments: Any) -> torch.Tensor:
         *tensors, options = arguments
-        constants = _encode({name: value for name, value in options.items() if name not in known})
+        added = {n: v for n, v in dict.items(options) if n not in known and not isinstance(v, Unknown)}
+        constants = _encode(added)
         if len(tensors) == 1:
             return torch.ops.compiled_graphs.output_patch(hook, constants, *tensors)
         return torch.ops.compiled_graphs.replacement_patch(hook, constants, *tensors)

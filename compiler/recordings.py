@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from .counters import Counters, totals
 from .errors import one_line
-from .fingerprint import region_code
+from .fingerprint import strings_of
 from .guards import Changed, ModuleGuard, TensorGuard
 from .host import Host
 from .signature import Unsupported, describe, forward_signature
@@ -175,7 +175,7 @@ class Recordings:
         self._within = within
         names = forward_signature(type(network)).parameters
         self._context_places = {i: name for i, name in enumerate(names) if name in host.context_arguments}
-        self._literals = region_code(network, host).literals
+        self._literals = strings_of(network, host)
         self._modules = ModuleGuard(network, host)
         self._tensors: TensorGuard | None = None
         """From the first call on that could be recorded."""

@@ -25,11 +25,12 @@ from . import attention, patches
 from .backends.base import Backend
 from .counters import Counters, totals
 from .environment import environment
+from .fingerprint import fingerprint
 from .graph import CompiledGraph, Executable, GraphSpec
 from .graph_file import StoredGraph
 from .host import Host
 from .jobs import CompileJobs
-from .signature import graph_key
+from .signature import Unsupported, graph_key
 from .timing import Timing, speed_up
 from .trace import Variant, export_region
 from .workers import WorkerError, Workers
@@ -94,6 +95,8 @@ class GraphEntry:
     """Sets of symbols that were 1 in a call that agreed with eager."""
     retired: str | None = None
     """Why the graph must not be used, once it has disagreed."""
+    rejected: dict[frozenset[str], str] = field(default_factory=dict)
+    """By the names of patches: why the graph must not be used with them."""
     timing: Timing | None = None
     """What its region takes by it and eagerly, once it was checked."""
 
@@ -127,6 +130,8 @@ class _Wanted:
 
 def _compile(wanted: _Wanted) -> tuple[GraphSpec, Executable]:
     exported = export_region(wanted.variant, wanted.host)
+    if fingerprint(wanted.variant.module, wanted.host) != wanted.variant.fingerprint:
+        raise Unsupported("a block that is another one than when it was looked at")
     return exported.spec, wanted.backend.compile(exported)
 
 
@@ -275,6 +280,11 @@ class Registry:
                 self._entries.pop(key, None)
         self.on_change()
         return len(gone)
+
+    def discard(self, key: str) -> None:
+        """Forget a graph."""
+        with self._lock:
+            self._entries.pop(key, None)
 
     def _stored_keys(self) -> set[str]:
         return self.store.keys() if self.store else set()

@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from .errors import one_line
-from .fingerprint import region_code, tensor_attributes
+from .fingerprint import strings_of, tensor_attributes
 from .gpu_functions import ForGPUs
 from .graph import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .host import Host
 from .layout import has_layouts, input_format, laid_out, stride_in
+from .options import TracedOptions, encode_writes
 from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
@@ -138,13 +139,21 @@ class _PureRegion(nn.Module):
     """f(weights, inputs). The region is hidden from Module registration, so nothing of it is a constant."""
 
     def __init__(
-        self, region: nn.Module, structure: Structure, context: dict[str, Any], has_maps: bool, functions: Functions
+        self,
+        region: nn.Module,
+        structure: Structure,
+        context: Callable[[], dict[str, Any]],
+        has_maps: bool,
+        functions: Functions,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "hidden", (region, structure, context, has_maps, functions))
+        object.__setattr__(self, "options", None)
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, structure, context, has_maps, functions = self.hidden
+        region, structure, make_context, has_maps, functions = self.hidden
+        context = make_context()
+        object.__setattr__(self, "options", next((v for v in context.values() if isinstance(v, TracedOptions)), None))
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
@@ -172,9 +181,9 @@ def export_region(variant: Variant, host: Host) -> ExportedRegion:
 
 
 def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedRegion:
-    if constants := tensor_attributes(variant.module):
+    if constants := tensor_attributes(variant.module, host):
         raise Unsupported(f"a tensor outside parameters and buffers ({constants[0]})")
-    literals = region_code(variant.module, host).literals
+    strings = strings_of(variant.module, host)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         is_arranged = host.arranges(variant.module) and variant.device.type in host.arranged_on
@@ -187,7 +196,10 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
             torch.empty(shape, dtype=dtype, device=variant.device, memory_format=MEMORY_FORMATS[fmt])
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
         ]
-    context = {name: host.stand_in(name, literals, variant.structure.hooks) for name in variant.structure.context}
+
+    def context() -> dict[str, Any]:
+        return {name: host.stand_in(name, strings, variant.structure.hooks) for name in variant.structure.context}
+
     pure = _PureRegion(twin, variant.structure, context, "channels_last" in formats, functions)
     auto = torch.export.Dim.AUTO
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]
@@ -202,7 +214,10 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
         WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
         for (name, _), t in zip(named, weights, strict=True)
     )
-    return ExportedRegion(program, _spec(variant, program, weight_specs, formats, mutated))
+    spec = _spec(variant, program, weight_specs, formats, mutated)
+    if (options := pure.options) is not None:
+        spec = replace(spec, reads=tuple(sorted(options.reads)), writes=encode_writes(options.writes(), _size))
+    return ExportedRegion(program, spec)
 
 
 def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:

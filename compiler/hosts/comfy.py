@@ -35,6 +35,7 @@ from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
 from ..libraries import load_libraries
+from ..options import TracedOptions, fresh
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..patches import PatchCall
 from ..probe import ModelCall
@@ -42,6 +43,7 @@ from ..recordings import Recordings, recordable
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..scaled_weights import multiply_weights
+from ..sampling import Announced
 from ..store import StoreError, open_store
 from ..workers import Workers
 from . import comfy_calls, comfy_deep_cache, comfy_patches, comfy_worker
@@ -52,9 +54,23 @@ log = logging.getLogger(__name__)
 _OVERRIDE = "optimized_attention_override"
 _OURS = frozenset({"entrance.Entrance", "entrance.CodingEntrance"})
 
-# What blocks look up only to hand it to patches, or to say where they are.
-_BOOKKEEPING = frozenset(
-    {"block", "block_index", "activations_shape", "original_shape", "transformer_index", "patches", "patches_replace"}
+# What a block may look up to hand it on. Tracing sees to it that the block does no more with it.
+_BOOKKEEPING = comfy_patches.PLACES | {"patches", "patches_replace"}
+
+_LAYER_SETTINGS = frozenset(
+    {
+        "training",
+        "eps",
+        "momentum",
+        "transposed",
+        "_reversed_padding_repeated_twice",
+        # Quantised layers
+        "in_features",
+        "out_features",
+        "quant_format",
+        "layout_type",
+        "_full_precision_mm",
+    }
 )
 
 _CALLBACKS_KEY = "compiled_graphs"
@@ -67,11 +83,31 @@ class ComfyHost(Host):
     context_arguments = frozenset({"transformer_options"})
     weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
     volatile_attributes = weight_hooks | {
+        "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
+        # `ModelPatcher.load` marks the layers of extensions, too.
         "comfy_cast_weights",
         "prev_comfy_cast_weights",
         "comfy_patched_weights",
-        "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
+        "comfy_force_cast_weights",
+        "comfy_need_lazy_init_bias",
+        "weight_comfy_model_dtype",
+        "bias_comfy_model_dtype",
+        "seed_key",
+        # Weights that are streamed (`ModelPatcherDynamic.load`, `comfy.model_prefetch`).
+        "_v",
+        "_v_block",
+        "_v_block_faulted",
+        "_v_signature",
+        "_v_weight",
+        "_v_bias",
+        "_prefetch",
+        "_pins",
+        "_pin",
+        "_pin_state",
+        "_comfy_graph",
+        "_comfy_cross_step_state",
     }
+    layer_modules = ("comfy.ops",)
     traced_attributes = frozenset({"comfy_cast_weights"})  # set on single layers by a node that chooses the dtype
     weights_say_device = False
     infrastructure = (
@@ -82,23 +118,42 @@ class ComfyHost(Host):
         "comfy.patcher_extension",
         "comfy.execution_context",
         "comfy.memory_management",
+        "comfy.pinned_memory",
+        "comfy.model_prefetch",
+        "comfy.windows",
+        "comfy_aimdo",
     )
+
+    def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
+        """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""
+        cls = type(module)
+        if cls.__module__ != "comfy.ops":
+            return None
+        return _LAYER_SETTINGS.union(*(vars(base).get("__constants__", ()) for base in cls.__mro__))
 
     def arranges(self, region: nn.Module) -> bool:
         """Blocks of UNets, on a core that says when a sampling begins and ends (2025)."""
         is_of_unet = type(region).__module__ in _UNET_MODULES
         return is_of_unet and hasattr(comfy.model_patcher.ModelPatcher, "add_callback_with_key")
 
-    def stand_in(self, name: str, literals: frozenset[str], hooks: str) -> dict[str, Any]:
+    def stand_in(self, name: str, strings: frozenset[str], hooks: str) -> TracedOptions:
         """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
-        options = {_OVERRIDE: opaque_attention} if _OVERRIDE in literals else {}
-        return comfy_patches.traced_options(options, hooks) if hooks else options
+        own = {_OVERRIDE: opaque_attention} if _OVERRIDE in strings else {}
+        return comfy_patches.traced_options(own, hooks)
 
-    def hooks(self, context: Mapping[str, Any], literals: frozenset[str]) -> str:
-        return comfy_patches.hooks_of(context.get("transformer_options") or {}, literals)
+    def hooks(self, context: Mapping[str, Any], strings: frozenset[str]) -> str:
+        return comfy_patches.hooks_of(context.get("transformer_options") or {}, strings)
 
-    def patch_call(self, context: Mapping[str, Any], first: torch.Tensor) -> PatchCall:
-        return comfy_patches.patch_call(context["transformer_options"], first.shape)
+    def patch_call(self, context: Mapping[str, Any]) -> PatchCall:
+        return comfy_patches.PatchCalls(context["transformer_options"])
+
+    def record_patches(self, context: Mapping[str, Any], hooks: str) -> comfy_patches.RecordedPatches:
+        return comfy_patches.RecordedPatches(context["transformer_options"], hooks)
+
+    def leave_behind(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        options = context.get("transformer_options")
+        if options is not None:
+            options.update({name: fresh(value) for name, value in values.items()})
 
     def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
         return comfy_patches.patch_names(context["transformer_options"], hooks)
@@ -110,22 +165,22 @@ class ComfyHost(Host):
                 module.__dict__["optimized_attention"] = opaque_map_attention(function)
         multiply_weights(twin)
 
-    def reaches(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+    def reaches(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
         options = context.get("transformer_options") or {}
-        operators = comfy_patches.HOOKS if comfy_patches.can_be_operators(literals) else frozenset()
+        operators = comfy_patches.HOOKS if comfy_patches.can_be_operators(strings) else frozenset()
         for name, patches in options.get("patches", {}).items():
-            if patches and name in literals and name not in operators:
+            if patches and name in strings and name not in operators:
                 return f"patch {name}"
         for name, blocks in options.get("patches_replace", {}).items():
-            if name in literals and name not in operators and _covers(blocks, options.get("block")):
+            if name in strings and name not in operators and _covers(blocks, options.get("block")):
                 return f"replacement patch {name}"
         for name in options:
-            if name in literals and name not in _BOOKKEEPING:
+            if name in strings and name not in _BOOKKEEPING:
                 return f"transformer option {name}"
         return None
 
-    def unrepeatable(self, context: Mapping[str, Any], literals: frozenset[str]) -> str | None:
+    def unrepeatable(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
         """A step that no patch, wrapper or option that the network looks up can change."""
         options = context.get("transformer_options") or {}
         if self.steps(context) < 1:
@@ -136,7 +191,7 @@ class ComfyHost(Host):
             return "a patch"
         if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
             return "a wrapper of the network"
-        return self.reaches(context, literals)
+        return self.reaches(context, strings)
 
     def steps(self, context: Mapping[str, Any]) -> int:
         sigmas = (context.get("transformer_options") or {}).get("sample_sigmas")
@@ -395,6 +450,7 @@ def _install(
         entrance.install_while_running(forwards)
         clone.add_object_patch(prefix + entrance.method, entrance)
         _tidy_after(entrance, network, entrance.method)
+    _announce_samplings(clone, entrances, prefix)
     if prefix and device.type in HOST.arranged_on and any(HOST.arranges(region.module) for region in regions):
         arrangement = Arrangement(network, device)
         clone.add_callback_with_key("on_pre_run", _CALLBACKS_KEY, lambda patcher: arrangement.begin())
@@ -403,6 +459,16 @@ def _install(
         _record_steps(clone, network, prefix, chosen, lambda: request.on_change(text()))
     entrances[0].on_call()
     return text()
+
+
+def _announce_samplings(clone: Any, entrances: Sequence[Entrance], prefix: str) -> None:
+    """Have a core that can (2025) say when a sampling of this patcher begins. It samples with networks, not with VAEs."""
+    if not prefix or not hasattr(clone, "add_callback_with_key"):
+        return
+    for entrance in entrances:
+        entrance.sampling = sampling = Announced()
+        clone.add_callback_with_key("on_pre_run", _CALLBACKS_KEY, lambda patcher, own=sampling: own.begin())
+        clone.add_callback_with_key("on_cleanup", _CALLBACKS_KEY, lambda patcher, own=sampling: own.end())
 
 
 def _compile(

@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -32,6 +32,7 @@ from ..model import CannotCallAhead, CompiledModel, Progress, Summary
 from ..probe import ModelCall
 from ..region import find_regions, is_torch_compiled
 from ..registry import Registry
+from ..sampling import Scheduled
 from ..skeleton import skeleton
 from ..store import open_store
 from ..trust import Trust
@@ -373,8 +374,16 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     compiled = CompiledModel(network, regions, device, chosen, registry(), HOST, call, options.verify)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
     part.owners.update(owners)
+    entrance.compiled = compiled
+    entrance.sampling = Scheduled(partial(_schedules, part.owners))
     part.install(network, entrance)
     registry().assign(type(owner).__name__, name, compiled)
+
+
+def _schedules(owners: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the timesteps of the pipelines' schedules: each run of a pipeline makes new ones."""
+    found = (getattr(getattr(owner, "scheduler", None), "timesteps", None) for owner in list(owners))
+    return [timesteps for timesteps in found if isinstance(timesteps, torch.Tensor)]
 
 
 def _part_of(network: nn.Module) -> Part | None:

@@ -833,13 +833,21 @@ def test_a_graph_that_raises_while_it_writes_to_an_input_is_not_run_a_second_tim
         network(*network.inputs(sizes()))
 
 
-@pytest.mark.parametrize("first", [1, 2])
-def test_running_out_of_memory_reaches_the_host_and_retires_nothing(registry, first):
+def test_running_out_of_memory_reaches_the_host_and_retires_nothing(registry):
     network = transformer()
-    compiled = compile_network(network, registry, fail_from(first, torch.cuda.OutOfMemoryError("out of memory")))
+    compiled = compile_network(network, registry, fail_from(2, torch.cuda.OutOfMemoryError("out of memory")))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         network(tokens())
     assert compiled.counters.retired == 0
+
+
+def test_a_check_without_memory_gives_eagers_result(registry):
+    network = transformer()
+    out_of_memory = fail_from(1, torch.cuda.OutOfMemoryError("out of memory"))
+    reference, compiled = pair(network, registry, backend=out_of_memory)
+    x = tokens()
+    same(network(x), reference(x))
+    assert (compiled.counters.retired, compiled.counters.verifications) == (0, 0)
 
 
 def test_an_error_of_eager_itself_reaches_the_caller(registry):

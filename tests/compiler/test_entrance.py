@@ -116,9 +116,24 @@ class Pair(nn.Module):
         return self.second(self.first(x))
 
 
+class Serving:
+    """Serves a block of a network by a function."""
+
+    def __init__(self, block, function):
+        self.module = lambda: block
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x)
+
+
+def serving(network, **functions):
+    return {path: Serving(network.get_submodule(path), function) for path, function in functions.items()}
+
+
 def test_forwards_are_in_place_for_as_long_as_a_call_runs():
     network = Pair()
-    enter(network).install_while_running({"first": lambda x: x * 8, "second": lambda x: x * 3})
+    enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
     x = torch.ones(1)
     assert network(x) == 24
     assert "forward" not in network.first.__dict__
@@ -131,7 +146,7 @@ def test_they_go_when_a_call_fails_and_what_was_there_comes_back():
 
     network = Pair()
     network.first.forward = bound = network.first.forward  # as ComfyUI leaves it
-    enter(network).install_while_running({"first": lambda x: x, "second": fail})
+    enter(network).install_while_running(serving(network, first=lambda x: x, second=fail))
     with pytest.raises(ZeroDivisionError):
         network(torch.ones(1))
     assert network.first.__dict__["forward"] is bound
@@ -140,13 +155,13 @@ def test_they_go_when_a_call_fails_and_what_was_there_comes_back():
 
 def test_a_forward_of_somebody_else_is_left_alone():
     network = Pair()
-    enter(network).install_while_running({"first": lambda x: x * 8, "second": lambda x: x * 3})
+    enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
     network.first.forward = lambda x: x * 100
     assert network(torch.ones(1)) == 300
 
 
 def test_inside_what_torch_compiles_the_network_is_as_it_was():
     network = Pair()
-    enter(network).install_while_running({"first": lambda x: x * 8, "second": lambda x: x * 3})
+    enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     assert compiled(torch.ones(1)) == 0.25

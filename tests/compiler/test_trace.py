@@ -184,7 +184,7 @@ def test_context_is_the_hosts_stand_in_for_what_the_code_can_look_up():
     (variant,) = variants_of(network, call_with(host_options={"block_patches": []}), Program())
     exported = export_region(variant, Program())
     x = torch.randn(2, 3, 16)
-    assert asked == [("host_options", True)]
+    assert set(asked) == {("host_options", True)}
     torch.testing.assert_close(run(exported, network.blocks[0], x), -network.blocks[0].linear(x))
 
 

@@ -1,0 +1,46 @@
+"""Which call of a block is compared with eager next, though its graph was proven right before.
+
+A watch sees what code can read. What it cannot see (a kernel that was replaced, state of another library) shows in
+what a block gives. So one block call in many is compared, each block in turn. The share below bounds what that costs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from .counters import Counters
+
+CALLS = 400
+"""Block calls for each one that is compared. A comparison runs the block twice: half a percent of sampling time."""
+REPLAYS = 200
+"""Replayed steps for each one that is called block by block to compare one: that takes about as long as two."""
+
+
+class _Forward(Protocol):
+    check_next: bool
+
+
+F = TypeVar("F", bound=_Forward)
+
+
+class Canary:
+    """Counts what has run since the last comparison."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._calls = counters.calls
+        self._replays = counters.replays
+        self._turn = 0
+
+    def is_due(self) -> bool:
+        """Whether enough has run since the last comparison."""
+        calls, replays = self._counters.calls - self._calls, self._counters.replays - self._replays
+        return calls / CALLS + replays / REPLAYS >= 1
+
+    def choose(self, forwards: list[F]) -> F | None:
+        """Return whose call is compared next."""
+        self._calls, self._replays = self._counters.calls, self._counters.replays
+        if not forwards:
+            return None
+        self._turn += 1
+        return forwards[self._turn % len(forwards)]

@@ -1,0 +1,240 @@
+"""What a description has read, remembered so that one cheap look tells whether any of it has changed.
+
+A fingerprint says what a block's code, settings and globals were when its graph was made. Other extensions change
+them afterwards: a padding mode, a class, a function of a module. `Watch.holds` reads the same places again and
+compares by identity, which takes milliseconds for a whole network, where describing it anew takes a second.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import nn
+
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types whose values are compared by what they are, since equal ones may be other objects."""
+
+Settings = Callable[[nn.Module], Mapping[str, Any]]
+"""Returns the attributes of a module that its code can read and that the host does not only use for itself."""
+
+
+class Watch:
+    """The places that descriptions have read, and what was there.
+
+    Modules and other objects that can be are held weakly, so that a watch keeps no model alive.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._modules: list[_Module] = []
+        self._globals: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
+        self._mappings: dict[int, tuple[Mapping, tuple, _Values]] = {}
+        self._classes: dict[int, tuple[type, tuple[str, ...], _Values]] = {}
+        self._entries: dict[int, tuple[Mapping, tuple[str, ...], _Values]] = {}
+        self._sequences: dict[int, tuple[Any, _Values]] = {}
+        self._arrays: dict[int, tuple[Any, bytes]] = {}
+        self._functions: dict[int, tuple[types.FunctionType, tuple]] = {}
+        self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        self._slots: dict[int, tuple[Any, tuple[str, ...], _Values]] = {}
+        self._references: dict[int, tuple[weakref.ref, Any]] = {}
+
+    def module(self, module: nn.Module) -> None:
+        """Watch a module: its class, settings and children, and which of its tensors are there."""
+        self._modules.append(_Module(module, self._settings))
+
+    def children(self, model: nn.Module, paths: Iterable[str]) -> None:
+        """Watch which modules are at these paths, and on the way to them."""
+        parents = {parent for path in paths for parent in _parents(path)}
+        for path in sorted(parents):
+            try:
+                self._modules.append(_Module(model.get_submodule(path), lambda module: {}))
+            except AttributeError:
+                continue
+
+    def name(self, namespace: Mapping[str, Any], name: str) -> None:
+        """Watch one entry of a namespace, also one that is missing."""
+        self._globals.setdefault((id(namespace), name), (namespace, name, namespace.get(name, _MISSING)))
+
+    def mapping(self, mapping: Mapping) -> None:
+        """Watch the keys and values of a dictionary, or of a class."""
+        if id(mapping) not in self._mappings:
+            self._mappings[id(mapping)] = (mapping, tuple(mapping), _Values(mapping.values()))
+
+    def class_(self, cls: type) -> None:
+        """Watch what a class has in its own dictionary."""
+        if id(cls) not in self._classes:
+            settings = class_settings(cls)
+            self._classes[id(cls)] = (cls, tuple(settings), _Values(settings.values()))
+
+    def entries(self, namespace: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        """Watch many entries of one namespace; others may come."""
+        if id(namespace) not in self._entries:
+            self._entries[id(namespace)] = (namespace, names, _Values(namespace[name] for name in names))
+
+    def sequence(self, sequence: Iterable) -> None:
+        """Watch the items of a list, a set or a deque."""
+        self._sequences.setdefault(id(sequence), (sequence, _Values(sequence)))
+
+    def array(self, array: Any) -> None:
+        """Watch the values of a numpy array."""
+        self._arrays.setdefault(id(array), (array, array.tobytes()))
+
+    def function(self, function: types.FunctionType) -> None:
+        """Watch the code, the defaults and the closure of a function."""
+        if id(function) in self._functions:
+            return
+        self._functions[id(function)] = (function, _parts(function))
+        for cell in function.__closure__ or ():
+            self._cells[id(cell)] = (cell, _content(cell))
+        if function.__kwdefaults__:
+            self.mapping(function.__kwdefaults__)
+
+    def slots(self, item: Any, names: tuple[str, ...]) -> None:
+        """Watch the attributes that an object keeps in slots."""
+        values = _Values(getattr(item, name, _MISSING) for name in names)
+        self._slots.setdefault(id(item), (item, names, values))
+
+    def reference(self, reference: weakref.ref) -> None:
+        """Watch what a weak reference leads to."""
+        self._references.setdefault(id(reference), (reference, _weak(reference())))
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        return (
+            all([read.holds() for read in self._modules])
+            and all([is_same(space.get(name, _MISSING), value) for space, name, value in self._globals.values()])
+            and all([tuple(m) == keys and values.are(m.values()) for m, keys, values in self._mappings.values()])
+            and all([_are_settings(cls, names, values) for cls, names, values in self._classes.values()])
+            and all([values.are(map(space.get, names)) for space, names, values in self._entries.values()])
+            and all([values.are(items) for items, values in self._sequences.values()])
+            and all([all(map(is_, _parts(f), parts)) for f, parts in self._functions.values()])
+            and all([is_same(_content(cell), content) for cell, content in self._cells.values()])
+            and all([values.are([getattr(o, n, _MISSING) for n in ns]) for o, ns, values in self._slots.values()])
+            and all([_alive(kept) is reference() for reference, kept in self._references.values()])
+            and all([array.tobytes() == data for array, data in self._arrays.values()])
+        )
+
+
+class _Module:
+    """One module as it was."""
+
+    __slots__ = ("_children", "_cls", "_get", "_keys", "_module", "_names", "_references", "_settings", "_tables", "_values")
+
+    def __init__(self, module: nn.Module, settings: Settings) -> None:
+        self._module = weakref.ref(module)
+        self._settings = settings
+        self._cls = type(module)
+        self._keys = tuple(module.__dict__)
+        found = settings(module)
+        self._names = tuple(found)
+        self._values = _Values(found.values())
+        self._get = _getter(self._names)
+        self._children = tuple(module._modules)
+        self._references = tuple(map(_weak, module._modules.values()))
+        self._tables = _tensors_there(module._parameters), _tensors_there(module._buffers)
+
+    def holds(self) -> bool:
+        module = self._module()
+        if module is None or type(module) is not self._cls:
+            return False
+        attributes = module.__dict__
+        if tuple(attributes) != self._keys:
+            if tuple(self._settings(module)) != self._names:
+                return False
+            self._keys = tuple(attributes)  # the host's own bookkeeping has come or gone
+        children = attributes["_modules"]
+        if children or self._children:
+            if tuple(children) != self._children or not all(map(is_, children.values(), map(_alive, self._references))):
+                return False
+        tables = _tensors_there(attributes["_parameters"]), _tensors_there(attributes["_buffers"])
+        return tables == self._tables and self._values.are(self._get(attributes))
+
+
+class _Ref(weakref.ref):
+    """A reference of ours, told from those that attributes hold."""
+
+    __slots__ = ()
+
+
+class _Values:
+    """Values that were seen, those that can be held weakly held so."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        kept = [_weak(value) for value in values]
+        self._kept = kept
+        self._weak = any(type(value) is _Ref for value in kept)
+
+    def are(self, values: Iterable[Any]) -> bool:
+        """Whether these are the same values in the same order."""
+        values = list(values)
+        kept = list(map(_alive, self._kept)) if self._weak else self._kept
+        return len(values) == len(kept) and (all(map(is_, values, kept)) or all(map(is_same, values, kept)))
+
+
+_MISSING = object()
+
+
+def class_settings(cls: type) -> dict[str, Any]:
+    """Return what a class has of its own, and not what Python keeps there by itself."""
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if name != "_abc_impl"
+        and (name[:2] != "__" or (isinstance(value, types.FunctionType) and not name.startswith("__annotate")))
+    }
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal plain values of one type; 0.0 and -0.0 are not."""
+    if one is other:
+        return True
+    return type(one) is type(other) and type(one) in PLAIN and repr(one) == repr(other)
+
+
+def _weak(value: Any) -> Any:
+    if type(value) in PLAIN:
+        return value
+    try:
+        return _Ref(value)
+    except TypeError:  # lists, dictionaries, tuples
+        return value
+
+
+def _alive(kept: Any) -> Any:
+    return kept() if type(kept) is _Ref else kept
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple]:
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda attributes: tuple([attributes[name] for name in names])
+
+
+def _are_settings(cls: type, names: tuple[str, ...], values: _Values) -> bool:
+    settings = class_settings(cls)
+    return tuple(settings) == names and values.are(settings.values())
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+def _tensors_there(table: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a module's tensors; one that is None is not there."""
+    return tuple([name for name, tensor in table.items() if tensor is not None]) if table else ()
+
+
+def _parts(function: types.FunctionType) -> tuple:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
