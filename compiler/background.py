@@ -8,15 +8,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
+from .host import Host
+
 log = logging.getLogger(__name__)
 
 
 class Background:
     """Jobs by name; one that waits or runs already is not taken again."""
 
-    def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_idle: Callable[[], None] = lambda: None, host: Host | None = None) -> None:
         """`on_idle` is called on the thread whenever no job is left."""
         self._on_idle = on_idle
+        self._host = host or Host()
         self._jobs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -47,13 +50,21 @@ class Background:
             name, job = item
             try:
                 job()
-            except Exception as error:  # a thread has nobody to raise to
+            except BaseException as error:  # a thread has nobody to raise to
+                if self._host.is_cancellation(error):
+                    self._wait_for_prompt()
+                    continue
                 log.warning("Compiling in the background failed: %s: %s", type(error).__name__, error)
                 log.debug("Compiling in the background failed", exc_info=error)
-            finally:
-                with self._lock:
-                    self._jobs.pop(name)
+            with self._lock:
+                self._jobs.pop(name)
         self._on_idle()
+
+    def _wait_for_prompt(self, every: float = 0.05) -> None:
+        """Hand on a cancellation that is for a prompt; the job is done again when that has ended."""
+        self._host.give_back_cancellation()
+        while self._host.is_cancelled():
+            time.sleep(every)
 
     def _next(self) -> tuple[Hashable, Callable[[], None]] | None:
         with self._lock:

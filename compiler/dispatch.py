@@ -21,7 +21,7 @@ from torch import nn
 
 from .counters import Counters
 from .fingerprint import Description
-from .graph import MEMORY_FORMATS, GraphSpec
+from .graph import MEMORY_FORMATS
 from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
 from .patches import PatchFailed, WrongOutput, calling

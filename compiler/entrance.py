@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .dispatch import eagerly
 from .sampling import EachCall, Sampling
+from .untouched import turns
 
 if TYPE_CHECKING:
     from .dispatch import RegionForward
@@ -59,7 +60,10 @@ class Entrance:
         self.on_call()
         try:
             is_watched = self._look()
-            with self.compiled.pace.timed(self.method, args, kwargs) if self.compiled else nullcontext():
+            with (
+                turns.shared(),
+                self.compiled.pace.timed(self.method, args, kwargs) if self.compiled else nullcontext(),
+            ):
                 if self.recordings is not None and not is_watched:
                     return self.recordings.serve(self._call_compiled, args, kwargs)
                 return self._call_compiled(*args, **kwargs)

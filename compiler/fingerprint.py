@@ -456,6 +456,7 @@ class _Closure:
             self._watch.name(space, part)
             value = space[part]
             if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
+                self._values.describe(value, part)  # so that it is watched
                 self._values.refuse(f"code that remembers things in a global ({qualified_name(item)}: {part})")
                 return
             if isinstance(value, types.ModuleType) and _is_in(value.__name__, self._host.infrastructure):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -123,6 +122,17 @@ class Host:
 
     def check_cancelled(self) -> None:
         """Raise the host's own exception if the person asked to stop."""
+
+    def is_cancellation(self, error: BaseException) -> bool:
+        """Whether an exception is what the host raises to cancel. Layers of a host may raise it, on any thread."""
+        return False
+
+    def give_back_cancellation(self) -> None:
+        """Let the person's cancellation, which was raised on a thread of ours, reach the prompt that it is for."""
+
+    def is_cancelled(self) -> bool:
+        """Whether a cancellation waits for its prompt."""
+        return False
 
     def module_is_clean(self, module: nn.Module) -> bool:
         """Whether a module's `forward` is the one of its class."""

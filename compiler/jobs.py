@@ -61,13 +61,13 @@ def _settle(job: Callable[[], Any], outcome: dict[str, Any]) -> None:
 
 
 def side_by_side(jobs: Iterable[Callable[[], T]], count: int, check: Callable[[], None] = lambda: None) -> Iterator[T]:
-    """Yield the results of jobs that do not raise, as they come, from this many threads.
+    """Yield the results of jobs as they come, from this many threads; raise what one of them raises.
 
     `check` is called meanwhile. What it raises, or an end of the iteration, lets running jobs finish unheard and the
     others be; threads do not keep the process from ending.
     """
     waiting = deque(jobs)
-    results: SimpleQueue[T] = SimpleQueue()
+    outcomes: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def work() -> None:
         while True:
@@ -75,23 +75,27 @@ def side_by_side(jobs: Iterable[Callable[[], T]], count: int, check: Callable[[]
                 job = waiting.popleft()
             except IndexError:
                 return
-            results.put(job())
+            _settle(job, outcome := {})
+            outcomes.put(outcome)
 
     total = len(waiting)
     for number in range(min(count, total)):
         threading.Thread(target=work, name=f"side by side {number}", daemon=True).start()
     try:
         for _ in range(total):
-            yield _wait_for(results, check)
+            outcome = _wait_for(outcomes, check)
+            if "error" in outcome:
+                raise outcome["error"]
+            yield outcome["result"]
     finally:
         waiting.clear()
 
 
-def _wait_for(results: SimpleQueue[T], check: Callable[[], None]) -> T:
+def _wait_for(outcomes: SimpleQueue[dict[str, Any]], check: Callable[[], None]) -> dict[str, Any]:
     while True:
         check()
         with suppress(Empty):
-            return results.get(timeout=0.1)
+            return outcomes.get(timeout=0.1)
 
 
 def compile_limit() -> float:

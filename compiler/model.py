@@ -18,23 +18,25 @@ from torch import nn
 
 from .backends.base import Backend
 from .background import Background
+from .canary import Canary
 from .counters import Counters, totals
 from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
 from .environment import environment, probing_version
 from .errors import one_line
-from .canary import Canary
 from .fingerprint import Describer
 from .graph import CompiledGraph, GraphIdentity
 from .graph_file import StoredGraph
 from .host import Host
 from .jobs import side_by_side
 from .probe import ModelCall, wanted_variants
+from .randomness import same_random_numbers
 from .region import Region
 from .registry import GraphEntry, Place, Registry
 from .signature import Structure, Unsupported
 from .skeleton import tensor_slots
 from .timing import Pace
 from .trace import Variant
+from .untouched import turns, untouched
 from .watch import Watch
 
 log = logging.getLogger(__name__)
@@ -386,14 +388,14 @@ class CompiledModel:
 
     def _wanted_ahead(self, call: ModelCall, name: str) -> list[Variant]:
         if not name:
-            return self._registry.run("probe", lambda: self._wanted(call))
+            return self._look_ahead(call)
         model = self._model()
         state = name, self._device, tuple(self._fingerprints.items())
         wanted = self._registry.wanted(
             model,
             state,
             self._device,
-            lambda: self._registry.run("probe", lambda: self._wanted(call)),
+            lambda: self._look_ahead(call),
             lambda: self._note_name(name),
         )
         modules = {identity: model.get_submodule(path) for path, identity in self._fingerprints.items()}
@@ -414,7 +416,15 @@ class CompiledModel:
     def _wanted(self, call: ModelCall) -> list[Variant]:
         model = self._model()
         regions = {Region(path, model.get_submodule(path)): known for path, known in self._fingerprints.items()}
-        return wanted_variants(model, regions, self._device, self._host, call)
+        with untouched(model, self._host, getattr(call, "classes", ())):
+            return wanted_variants(model, regions, self._device, self._host, call)
+
+    def _look_ahead(self, call: ModelCall) -> list[Variant]:
+        """Return what a call wants. The person's random numbers stay where they are, if the person waits."""
+        # Beside a sampling its generator may be drawn from meanwhile, and must not be set back.
+        beside = same_random_numbers(self._device) if self._background is None else turns.alone()
+        with beside:
+            return self._registry.run("probe", lambda: self._wanted(call))
 
     def _is_missing(self, variant: Variant) -> bool:
         kind = self._kinds[variant.fingerprint]
@@ -503,7 +513,7 @@ class CompiledModel:
         if self._background is None:  # what has made one region another may have changed others, not called since
             self._describe_all(list(self._fingerprints))
         try:
-            variants = self._registry.run("probe", lambda: self._wanted(call))
+            variants = self._look_ahead(call)
         except Exception as error:
             return f"its sizes cannot be told apart from data ({one_line(error)})"
         if structure.text not in {v.structure.text for v in variants if v.fingerprint == kind.fingerprint}:

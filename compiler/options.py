@@ -43,7 +43,7 @@ class Unknown:
 
 
 class _AnyName(str):
-    """Stands among an option dictionary's names for all those that a call may have. What it is compared with is asked."""
+    """Stands for all the names that a call's options may have. Comparing it with a name asks for that name."""
 
     __slots__ = ("_asked",)
 
@@ -74,10 +74,11 @@ class TracedOptions(dict):
 
     def __init__(self, values: Mapping[str, Any], unknown: Iterable[str] = ()) -> None:
         """`values` are the same in every call that the graph serves; `unknown` are names that any call may have."""
-        super().__init__({**{name: Unknown(f"the transformer option {name}") for name in unknown}, **values})
+        told = {**{name: Unknown(f"the transformer option {name}") for name in unknown}, **values}
+        super().__init__(told)
         self.reads: set[str] = set()
         """Names that the code asked for and that are not here: a call that has one is another call."""
-        self._before = dict.copy(self)
+        self._before = told
 
     def writes(self) -> dict[str, Any]:
         """Return what the code has put in. Raises Unsupported if it has taken something out."""
@@ -87,7 +88,7 @@ class TracedOptions(dict):
         return {name: v for name, v in dict.items(self) if v is not self._before.get(name, missing)}
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401  this is what it would call
 
     def __contains__(self, name: object) -> bool:
         self._ask(name)
@@ -112,10 +113,10 @@ class TracedOptions(dict):
         return [*dict.keys(self), _AnyName(lambda name: self._ask(name))]
 
     def values(self) -> list[Any]:
-        return [self[name] for name in self.keys()]  # noqa: SIM118  keys() has one more than the dictionary
+        return [self[name] for name in self.keys()]
 
     def items(self) -> list[tuple[str, Any]]:
-        return [(name, self[name]) for name in self.keys()]  # noqa: SIM118
+        return [(name, self[name]) for name in self.keys()]
 
     def copy(self) -> TracedOptions:
         """Return options of the block's own. What it asks of them, it asks of the call's."""

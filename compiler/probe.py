@@ -39,7 +39,8 @@ SECOND = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
 """Together these stay different from each other, at every halving down to an eighth, in every dimension."""
 
 ModelCall = Callable[[nn.Module, Sizes], object]
-"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes."""
+"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if it has
+one, names those whose code it runs besides the model's."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from . import attention, patches
 from .backends.base import Backend
 from .counters import Counters, totals
 from .environment import environment
-from .fingerprint import fingerprint
 from .graph import CompiledGraph, Executable, GraphSpec
 from .graph_file import StoredGraph
 from .host import Host
@@ -33,6 +32,7 @@ from .jobs import CompileJobs
 from .signature import Unsupported, graph_key
 from .timing import Timing, speed_up
 from .trace import Variant, export_region
+from .untouched import untouched
 from .workers import WorkerError, Workers
 
 if TYPE_CHECKING:
@@ -129,9 +129,13 @@ class _Wanted:
 
 
 def _compile(wanted: _Wanted) -> tuple[GraphSpec, Executable]:
-    exported = export_region(wanted.variant, wanted.host)
-    if fingerprint(wanted.variant.module, wanted.host) != wanted.variant.fingerprint:
-        raise Unsupported("a block that is another one than when it was looked at")
+    """Trace and compile. Raises Unsupported if the region is not what its fingerprint says, before or afterwards."""
+    module = wanted.variant.module
+    with untouched(module, wanted.host) as describer:
+        is_known = describer.describe(module).fingerprint == wanted.variant.fingerprint
+        exported = export_region(wanted.variant, wanted.host)
+        if not is_known or not describer.watch.holds():
+            raise Unsupported("a block that changes while it is compiled")
     return exported.spec, wanted.backend.compile(exported)
 
 

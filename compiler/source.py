@@ -17,7 +17,9 @@ from typing import Any
 CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
 """Methods that have run before a block is described: what they leave behind is in its attributes."""
 
-_CHANGING = frozenset({"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove"})
+_CHANGING = frozenset(
+    {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove"}
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_, itemgetter
 from typing import Any
 
@@ -105,24 +106,54 @@ class Watch:
     def holds(self) -> bool:
         """Whether everything is as it was."""
         return (
-            all([read.holds() for read in self._modules])
-            and all([is_same(space.get(name, _MISSING), value) for space, name, value in self._globals.values()])
-            and all([tuple(m) == keys and values.are(m.values()) for m, keys, values in self._mappings.values()])
-            and all([_are_settings(cls, names, values) for cls, names, values in self._classes.values()])
-            and all([values.are(map(space.get, names)) for space, names, values in self._entries.values()])
-            and all([values.are(items) for items, values in self._sequences.values()])
-            and all([all(map(is_, _parts(f), parts)) for f, parts in self._functions.values()])
-            and all([is_same(_content(cell), content) for cell, content in self._cells.values()])
-            and all([values.are([getattr(o, n, _MISSING) for n in ns]) for o, ns, values in self._slots.values()])
-            and all([_alive(kept) is reference() for reference, kept in self._references.values()])
-            and all([array.tobytes() == data for array, data in self._arrays.values()])
+            all(read.holds() for read in self._modules)
+            and all(is_same(space.get(name, _MISSING), value) for space, name, value in self._globals.values())
+            and all(tuple(m) == keys and values.are(m.values()) for m, keys, values in self._mappings.values())
+            and all(_are_settings(cls, names, values) for cls, names, values in self._classes.values())
+            and all(values.are(map(space.get, names)) for space, names, values in self._entries.values())
+            and all(values.are(items) for items, values in self._sequences.values())
+            and all(all(map(is_, _parts(f), parts)) for f, parts in self._functions.values())
+            and all(is_same(_content(cell), content) for cell, content in self._cells.values())
+            and all(values.are([getattr(o, n, _MISSING) for n in ns]) for o, ns, values in self._slots.values())
+            and all(_alive(kept) is reference() for reference, kept in self._references.values())
+            and all(array.tobytes() == data for array, data in self._arrays.values())
         )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back, at the end, whatever has changed in the watched places."""
+        undo = [
+            *(_restore_mapping(m) for m, _, _ in self._mappings.values() if isinstance(m, dict)),
+            *(_restore_sequence(s) for s, _ in self._sequences.values() if hasattr(s, "clear")),
+            *(_restore_attributes(o, names) for o, names, _ in self._slots.values()),
+            *(_restore_attributes(cls, names) for cls, names, _ in self._classes.values() if _is_python_class(cls)),
+            *(_restore_entry(space, name) for space, name, _ in self._globals.values() if isinstance(space, dict)),
+            *(_restore_cell(cell) for cell, _ in self._cells.values()),
+            *(_restore_array(array) for array, _ in self._arrays.values()),
+            *(read.restore() for read in self._modules),
+        ]
+        try:
+            yield
+        finally:
+            for put_back in undo:
+                put_back()
 
 
 class _Module:
     """One module as it was."""
 
-    __slots__ = ("_children", "_cls", "_get", "_keys", "_module", "_names", "_references", "_settings", "_tables", "_values")
+    __slots__ = (
+        "_children",
+        "_cls",
+        "_get",
+        "_keys",
+        "_module",
+        "_names",
+        "_references",
+        "_settings",
+        "_tables",
+        "_values",
+    )
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self._module = weakref.ref(module)
@@ -152,6 +183,20 @@ class _Module:
                 return False
         tables = _tensors_there(attributes["_parameters"]), _tensors_there(attributes["_buffers"])
         return tables == self._tables and self._values.are(self._get(attributes))
+
+    def restore(self) -> Callable[[], None]:
+        """Return what puts the settings back."""
+        module = self._module()
+        before = {name: module.__dict__[name] for name in self._names if name in module.__dict__}
+
+        def put_back() -> None:
+            for name in self._settings(module).keys() - before.keys():
+                del module.__dict__[name]
+            for name, value in before.items():
+                if module.__dict__.get(name, _MISSING) is not value:
+                    module.__dict__[name] = value
+
+        return put_back
 
 
 class _Ref(weakref.ref):
@@ -217,6 +262,91 @@ def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple]:
 def _are_settings(cls: type, names: tuple[str, ...], values: _Values) -> bool:
     settings = class_settings(cls)
     return tuple(settings) == names and values.are(settings.values())
+
+
+def _restore_mapping(mapping: dict) -> Callable[[], None]:
+    before = list(dict.items(mapping))
+
+    def put_back() -> None:
+        now = list(dict.items(mapping))
+        if len(now) != len(before) or not all(a[0] is b[0] and a[1] is b[1] for a, b in zip(now, before)):
+            dict.clear(mapping)
+            dict.update(mapping, before)
+
+    return put_back
+
+
+def _restore_sequence(sequence: Any) -> Callable[[], None]:
+    before = list(sequence)
+
+    def put_back() -> None:
+        now = list(sequence)
+        if len(now) != len(before) or not all(map(is_, now, before)):
+            sequence.clear()
+            (sequence.update if isinstance(sequence, set) else sequence.extend)(before)
+
+    return put_back
+
+
+def _restore_attributes(item: Any, names: tuple[str, ...]) -> Callable[[], None]:
+    before = [(name, _attribute(item, name)) for name in names]
+
+    def put_back() -> None:
+        for name, value in before:
+            if _attribute(item, name) is value:
+                continue
+            if value is _MISSING:
+                delattr(item, name)
+            else:
+                setattr(item, name, value)
+
+    return put_back
+
+
+def _attribute(item: Any, name: str) -> Any:
+    """Return an object's attribute, or what lies in a class's own dictionary: a method as it was put there."""
+    return vars(item).get(name, _MISSING) if isinstance(item, type) else getattr(item, name, _MISSING)
+
+
+def _restore_entry(namespace: dict, name: str) -> Callable[[], None]:
+    before = namespace.get(name, _MISSING)
+
+    def put_back() -> None:
+        if namespace.get(name, _MISSING) is before:
+            return
+        if before is _MISSING:
+            del namespace[name]
+        else:
+            namespace[name] = before
+
+    return put_back
+
+
+def _restore_cell(cell: types.CellType) -> Callable[[], None]:
+    before = _content(cell)
+
+    def put_back() -> None:
+        if _content(cell) is not before:
+            if before is _MISSING:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = before
+
+    return put_back
+
+
+def _restore_array(array: Any) -> Callable[[], None]:
+    before = array.copy()
+
+    def put_back() -> None:
+        if array.tobytes() != before.tobytes():
+            array[...] = before
+
+    return put_back
+
+
+def _is_python_class(cls: type) -> bool:
+    return bool(cls.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE: the attributes of others cannot be set
 
 
 def _parents(path: str) -> list[str]:

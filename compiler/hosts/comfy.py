@@ -35,15 +35,15 @@ from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
 from ..libraries import load_libraries
-from ..options import TracedOptions, fresh
 from ..model import CannotCallAhead, CompiledModel, Progress, Summary
+from ..options import TracedOptions, fresh
 from ..patches import PatchCall
 from ..probe import ModelCall
 from ..recordings import Recordings, recordable
 from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
-from ..scaled_weights import multiply_weights
 from ..sampling import Announced
+from ..scaled_weights import multiply_weights
 from ..store import StoreError, open_store
 from ..workers import Workers
 from . import comfy_calls, comfy_deep_cache, comfy_patches, comfy_worker
@@ -200,6 +200,15 @@ class ComfyHost(Host):
     def check_cancelled(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
+    def is_cancellation(self, error: BaseException) -> bool:
+        return isinstance(error, comfy.model_management.InterruptProcessingException)
+
+    def give_back_cancellation(self) -> None:
+        comfy.model_management.interrupt_current_processing(True)
+
+    def is_cancelled(self) -> bool:
+        return comfy.model_management.processing_interrupted()
+
 
 def _covers(blocks: Mapping[tuple, Any], block: tuple | None) -> bool:
     """Replacement patches name (place, number) or (place, number, transformer)."""
@@ -298,7 +307,7 @@ def compile_model(patcher: Any, request: Request = Request()) -> tuple[Any, str]
     if network is None:
         return patcher, f"not compiled: {type(clone.model).__name__} has no diffusion model"
     kind = _network_kind(clone.model)
-    call = comfy_calls.sampling_call(clone, HOST)
+    call = comfy_calls.SamplingCall(clone, HOST)
     text = _install(clone, network, "diffusion_model.", {"forward": call}, patcher.load_device, kind, request)
     return (clone if graphs_in_use(clone) is not None else patcher), text
 
@@ -418,7 +427,7 @@ def _install(
         _current_call(references),
         request.verify,
         lambda: request.on_change(text()),
-        Background(lambda: request.on_change(text())) if request.background and registry().workers else None,
+        Background(lambda: request.on_change(text()), HOST) if request.background and registry().workers else None,
     )
 
     def text() -> str:
@@ -462,7 +471,7 @@ def _install(
 
 
 def _announce_samplings(clone: Any, entrances: Sequence[Entrance], prefix: str) -> None:
-    """Have a core that can (2025) say when a sampling of this patcher begins. It samples with networks, not with VAEs."""
+    """Have a core that can (2025) say when a sampling of this patcher begins."""
     if not prefix or not hasattr(clone, "add_callback_with_key"):
         return
     for entrance in entrances:

@@ -61,26 +61,28 @@ def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, A
         getattr(type(twin), method)(twin, *args, **kwargs)
 
 
-def sampling_call(patcher: Any, host: Host) -> ModelCall:
-    """Return a call of the network as sampling would make it, from what the model says of itself.
+class SamplingCall:
+    """A call of the network as sampling would make it, from what the model says of itself.
 
     Conditioning goes through the model's own `extra_conds` (`comfy.model_base.BaseModel`), so each
     architecture gets its own inputs. The widths of text and pooled embeddings are read off its config.
     """
-    model, device = patcher.model, patcher.load_device
 
-    def call(network: nn.Module, sizes: Sizes) -> None:
-        config = model.model_config.unet_config
+    def __init__(self, patcher: Any, host: Host) -> None:
+        self._model, self._device, self._host = patcher.model, patcher.load_device, host
+        self.classes = (type(patcher.model),)
+
+    def __call__(self, network: nn.Module, sizes: Sizes) -> None:
+        config = self._model.model_config.unet_config
         widths = _text_width(config), _pooled_width(config)
         try:
-            _apply(_base_around(model, network, host), device, sizes, *widths)
+            _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
         except Exception:
-            if _latent_dimensions(model) < 3:
+            if _latent_dimensions(self._model) < 3:
                 raise
             # An image model on video latents takes one frame.
-            _apply(_base_around(model, network, host), device, replace(sizes, frames=1), *widths)
-
-    return call
+            sizes = replace(sizes, frames=1)
+            _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
 
 
 def coding_call(vae: Any, method: str) -> ModelCall:

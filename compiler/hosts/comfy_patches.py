@@ -74,7 +74,7 @@ def traced_options(own: Mapping[str, Any], hooks: str) -> TracedOptions:
 
 
 def _at(patch: Callable, where: str, key: Any) -> Callable | None:
-    """Return the patch if a block's code asks for it under this key: (place, number, transformer), or (place, number)."""
+    """Return the patch if code asks for it under this key: (place, number, transformer), or (place, number)."""
     if where == _ALL:
         return patch if isinstance(key, Unknown) else None
     return patch if isinstance(key, tuple) and len(key) == 3 and str(key[2]) in where.split(",") else None
@@ -120,11 +120,15 @@ class RecordedPatches:
         self._own = options
         self.options = dict(options)
         if "patches" in options:
-            recorded = {name: [self._output(name, given)] for name, given in options["patches"].items() if name in names}
+            recorded = {
+                name: [self._output(name, given)] for name, given in options["patches"].items() if name in names
+            }
             self.options["patches"] = {**options["patches"], **recorded}
         if "patches_replace" in options:
             replaced = options["patches_replace"]
-            recorded = {n: {k: self._replacement(n, p) for k, p in replaced[n].items()} for n in names & replaced.keys()}
+            recorded = {
+                n: {k: self._replacement(n, p) for k, p in replaced[n].items()} for n in names & replaced.keys()
+            }
             self.options["patches_replace"] = {**replaced, **recorded}
 
     @property

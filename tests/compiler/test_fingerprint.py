@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from compiled_graphs.compiler.fingerprint import Describer, fingerprint, strings_of, tensor_attributes
-from compiled_graphs.compiler.source import _source_text
 from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.source import _source_text
 from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
 from torch import nn
 
