@@ -264,8 +264,9 @@ def sd3() -> Shapes:
 
 def flux() -> Shapes:
     """Flux with one block of each kind, at full width. Without text encoders and VAE."""
-    from comfy.ldm.flux.model import Flux
+    from comfy.ldm.flux.model import Flux, FluxParams
 
+    newer = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
     return _network(
         Flux,
         image_model="flux",
@@ -283,6 +284,7 @@ def flux() -> Shapes:
         theta=10000,
         qkv_bias=True,
         guidance_embed=True,
+        **newer,
     )
 
 

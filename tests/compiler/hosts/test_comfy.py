@@ -232,7 +232,7 @@ def test_cancel_works_between_regions_and_keeps_what_is_done(load, registry, mon
 
     before = totals.compiles
     monkeypatch.setattr(registry, "obtain", cancel_after_two)
-    with pytest.raises(Exception, match=r"^$") as cancelled:
+    with pytest.raises(BaseException, match=r"^$") as cancelled:  # since 2026 it is no Exception
         compile_eager(model)
     assert type(cancelled.value).__name__ == "InterruptProcessingException"
     comfy.model_management.interrupt_current_processing(False)
