@@ -17,6 +17,18 @@ pip() {
 }
 imports() { "$CG_HOME/venv/$BIN/python" -c "import $1" >/dev/null 2>&1; }
 
+# How many this process may use; one for each 4 GB of memory at most, which ComfyUI, a server and its worker take.
+cores() {
+    "$CG_HOME/venv/$BIN/python" - <<'PYTHON'
+import os
+
+import psutil
+
+ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+print(max(1, min(ours, psutil.virtual_memory().total // (4 * 10**9))))
+PYTHON
+}
+
 make_venv() {
     local python=${PYTHON:-python3}
     command -v "$python" >/dev/null || fail "no $python: install Python 3.10 or newer, or set PYTHON to one"
@@ -125,4 +137,14 @@ install_torchvision() {
         pip -c "$CG_HOME/constraints.txt" torchvision || true
     fi
     imports torchvision || fail "no torchvision for this torch could be installed: install one into $CG_HOME/venv by hand and run this again"
+}
+
+# This package as it is in its folder, and what its tests import.
+install_tests() {
+    local stamp want
+    stamp=$CG_HOME/venv/tests.stamp
+    want="$ROOT $(cksum <"$ROOT/pyproject.toml")"
+    [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
+    pip -e "$ROOT[test]" --no-build-isolation
+    printf '%s' "$want" >"$stamp"
 }

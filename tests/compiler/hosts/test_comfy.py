@@ -351,6 +351,7 @@ def test_what_replaces_a_networks_forward_goes_without_waiting_for_the_cycle_sea
         gc.enable()
 
 
+@pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("name", ["tiny_sd15"])
 def test_inductor_gives_eagers_image(name, load, sample, registry):
     model = load(name)
