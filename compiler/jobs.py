@@ -27,7 +27,9 @@ class CompileTimeout(Exception):
 class CompileJobs:
     """Runs jobs one after another, whichever threads ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[threading.Thread, float], None] = threading.Thread.join) -> None:
+        """`wait` waits for the end of a job's thread, at most so many seconds."""
+        self._wait = wait
         self._turn = threading.Lock()
         self._stuck: tuple[threading.Thread, str] | None = None
 
@@ -44,7 +46,7 @@ class CompileJobs:
             outcome: dict[str, Any] = {}
             thread = threading.Thread(target=_settle, args=(job, outcome), name=f"compile {name}", daemon=True)
             thread.start()
-            thread.join(limit)
+            self._wait(thread, limit)
             if thread.is_alive():
                 self._stuck = (thread, name)
                 raise CompileTimeout(f"the compiler took more than {limit:g} s")

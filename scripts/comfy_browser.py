@@ -15,7 +15,7 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
-LIMIT = 60_000
+LIMIT = 180_000
 """Milliseconds that the frontend may take to come up."""
 
 

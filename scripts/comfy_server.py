@@ -17,6 +17,7 @@ from typing import Any
 
 EXTENSION = Path(__file__).resolve().parent.parent
 BOOT_LIMIT = 180.0
+END_LIMIT = 60.0
 PROMPT_LIMIT = 900.0
 
 
@@ -84,7 +85,7 @@ class ComfyServer:
             return
         self._process.terminate()
         try:
-            self._process.wait(10)
+            self._process.wait(END_LIMIT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

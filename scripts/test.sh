@@ -1,14 +1,26 @@
 #!/usr/bin/env bash
-# Install what the tests need and run them all; arguments go to pytest.
+# Install what the tests need and run them, on the cores there are; arguments go to pytest.
+#   bash scripts/test.sh          everything
+#   bash scripts/test.sh fast     what needs no server, no browser and no compiler, here or in another process
 # COMFYUI_PATH names the ComfyUI to test in; without it, the build on the package index is.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+which=()
+if [ "${1:-}" = fast ]; then
+    shift
+    which=(-m 'not server and not compiler')
+    # Whole models, in ComfyUI and diffusers, and processes that compile: minutes.
+    for path in compiler/hosts compiler/test_workers.py test_examples.py; do
+        which+=(--ignore "$ROOT/tests/$path")
+    done
+fi
 make_venv
 install_torch
 comfyui=$(find_comfyui)
 install_comfyui "$comfyui"
-pip -e "$ROOT[test]" --no-build-isolation
+install_tests
 export COMFYUI_PATH=$comfyui COMPILED_GRAPHS_HOME=$CG_HOME
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the models are tiny: to share their work out takes longer than to do it
 # Not `python -m pytest`: that would put the current folder, with this diffusers.py, before the real diffusers.
-exec "$CG_HOME/venv/$BIN/pytest" -c "$ROOT/tests/pytest.ini" "$ROOT/tests" "$@"
+# A file's tests share servers and models, so they run in one process.
+exec "$CG_HOME/venv/$BIN/pytest" -c "$ROOT/tests/pytest.ini" "$ROOT/tests" -n "$(cores)" --dist loadfile "${which[@]}" "$@"

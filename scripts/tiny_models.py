@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,7 @@ def write(path: Path, shapes: Shapes, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     state = {name: _random(name, shape, generator) for name, shape in shapes.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # two processes of tests may want it at once
     torch.save({"state_dict": state}, partial)
     partial.replace(path)
 
@@ -264,8 +265,9 @@ def sd3() -> Shapes:
 
 def flux() -> Shapes:
     """Flux with one block of each kind, at full width. Without text encoders and VAE."""
-    from comfy.ldm.flux.model import Flux
+    from comfy.ldm.flux.model import Flux, FluxParams
 
+    newer = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
     return _network(
         Flux,
         image_model="flux",
@@ -283,6 +285,7 @@ def flux() -> Shapes:
         theta=10000,
         qkv_bias=True,
         guidance_embed=True,
+        **newer,
     )
 
 

@@ -1,19 +1,78 @@
-"""Tests of OneFlow, which has packages for older Pythons only: skipped where it is missing, and that is said."""
+"""What a test needs, for `scripts/test.sh fast` and for CI to choose by."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+NEEDS = {
+    "server": "starts a ComfyUI server: it has the fixture `start_server`",
+    "compiler": "has Inductor compile: it has the fixture `cpp_compiler`",
+    "comfyui": "runs ComfyUI, in a server or here: it has that fixture, or is one of compiler/hosts/test_comfy*.py",
+    "oneflow": "runs graphs with OneFlow, on the CPU",
+}
+COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "cl", "cl.exe"}
+_running: list[pytest.Item] = []
+"""The test that runs."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "oneflow: runs graphs with OneFlow, on the CPU")
+    for name, reason in NEEDS.items():
+        config.addinivalue_line("markers", f"{name}: {reason}")
+    sys.addaudithook(_look)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by the fixtures they have and the folder they are in, so that no mark can be forgotten."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        in_here = item.path.parent.name == "hosts" and item.path.name.startswith("test_comfy")
+        needed = {
+            "server": "start_server" in fixtures,
+            "compiler": "cpp_compiler" in fixtures,
+            "comfyui": "start_server" in fixtures or in_here,
+        }
+        for name in (name for name, is_needed in needed.items() if is_needed):
+            item.add_marker(name)
+    _skip_without_oneflow(items)
+
+
+@pytest.fixture(scope="session")
+def cpp_compiler() -> None:
+    """A C++ compiler that Inductor can use; without one the test is skipped."""
+    import torch
+    from compiled_graphs.compiler.backends.inductor import InductorBackend
+
+    if reason := InductorBackend().available(torch.device("cpu")):
+        pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.pop()
+
+
+def _look(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail a test that starts a C++ compiler and is not marked, in the process and the moment in which it does."""
+    if event != "subprocess.Popen" or not _running or _running[-1].get_closest_marker("compiler"):
+        return
+    line = arguments[1]
+    program = Path(str(arguments[0] or (line[0] if isinstance(line, (list, tuple)) else line.split()[0]))).name
+    if program in COMPILERS and "-c" in map(str, line if isinstance(line, (list, tuple)) else line.split()):
+        raise AssertionError("this test has Inductor compile: give it the fixture cpp_compiler")
+
+
+def _skip_without_oneflow(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("oneflow")]
-    reason = _missing() if marked else None
+    reason = _missing_oneflow() if marked else None
     for item in marked if reason else []:
         item.add_marker(pytest.mark.skip(reason=f"OneFlow: {reason}"))
 
@@ -28,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"OneFlow: {len(marked['passed']) + len(marked['failed'])} tests ran")
 
 
-def _missing() -> str | None:
+def _missing_oneflow() -> str | None:
     import torch
     from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 

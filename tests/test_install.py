@@ -364,15 +364,21 @@ def hook(event, arguments):
         events.append([event, *map(str, arguments)])
 
 sys.addaudithook(hook)
-start, worked = time.perf_counter(), time.process_time()
+calls = 0
+
+def count(frame, event, argument):
+    global calls
+    calls += event == "call"
+
+sys.setprofile(count)
 spec = importlib.util.spec_from_file_location("compiled-graphs", os.path.join(folder, "__init__.py"))
 module = importlib.util.module_from_spec(spec)
 sys.modules["compiled-graphs"] = module
 spec.loader.exec_module(module)
-count = len(module.NODE_CLASS_MAPPINGS)
-seconds, working = time.perf_counter() - start, time.process_time() - worked
+nodes = len(module.NODE_CLASS_MAPPINGS)
+sys.setprofile(None)
 result = {
-    "seconds": seconds, "working": working, "nodes": count, "events": list(events),
+    "calls": calls, "nodes": nodes, "events": list(events),
     "threads": threading.active_count() - threads,
     "modules": sorted(set(sys.modules) - before),
 }
@@ -395,12 +401,12 @@ def heavy(modules):
     return [name for name in modules if any(name == part or name.startswith(f"{part}.") for part in HEAVY)]
 
 
-def test_comfyui_imports_the_nodes_in_less_than_300_ms_and_nothing_is_done(tmp_path):
+@pytest.mark.comfyui
+def test_comfyui_imports_the_nodes_with_little_work_and_nothing_is_done(tmp_path):
     result = python(_PRELUDE + _IMPORT, comfyui=COMFYUI, folder=ROOT, home=tmp_path)
     assert result["is watched"]
     assert result["nodes"] >= 5
-    assert result["working"] < 0.3
-    assert result["seconds"] < 1  # beside another process of tests
+    assert result["calls"] < 15_000  # it takes 8,300, and ComfyUI waits for them
     # The index's build makes each folder of models that an extension names.
     assert [event for event in result["events"] if not event[1].startswith(str(tmp_path / "models"))] == []
     assert result["threads"] == 0

@@ -12,7 +12,7 @@ from compiled_graphs.compiler.background import Background
 def held():
     """A background whose first job waits for an event; the event."""
     background, event = Background(), threading.Event()
-    background.submit("held", lambda: event.wait(10))
+    background.submit("held", event.wait)
     yield background, event
     event.set()
     background.wait(every=0.001)
@@ -72,5 +72,5 @@ def test_the_thread_ends_when_nothing_is_left():
     background.wait(every=0.001)
     for thread in threading.enumerate():
         if thread.name == "compile in background":
-            thread.join(5)
+            thread.join()
     assert background._thread is None

@@ -25,6 +25,8 @@ from networks import ConvolutionNetwork, compile_network, variants_of
 from torch import nn
 
 CPU = torch.device("cpu")
+PATIENCE = 300.0
+"""Seconds after which something that is to come is taken not to come."""
 
 
 def setup(backend, device):
@@ -131,8 +133,8 @@ def test_a_process_that_dies_is_replaced(workers, variant):
 
 def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch):
     workers = Workers(setup, Host(), count=1)
-    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", "0.2")
-    with pytest.raises(CompileTimeout, match=r"0\.2 s"):
+    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", "1e-9")  # which nothing keeps
+    with pytest.raises(CompileTimeout, match="1e-09 s"):
         workers.compile(variant, "eager")
     assert not workers.are_warm
     monkeypatch.delenv("COMPILED_GRAPHS_COMPILE_LIMIT")
@@ -144,7 +146,7 @@ def test_idle_processes_end(variant, monkeypatch):
     monkeypatch.setattr(workers_module, "IDLE", 0.1)
     workers = Workers(setup, Host(), count=1)
     workers.compile(variant, "eager")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while workers.are_warm and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not workers.are_warm
@@ -161,7 +163,7 @@ def test_a_process_ends_with_the_one_that_began_it():
     worker = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while _runs(worker) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _runs(worker)
@@ -281,7 +283,7 @@ class TwoBusyProcesses(Workers):
             self._now += 1
             self.most = max(self.most, self._now)
         if len(self.asked) <= 2:
-            self._both.wait(10)
+            self._both.wait(PATIENCE)
         time.sleep(0.05)
         with self._lock:
             self._now -= 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import torch
 
 
@@ -26,6 +29,29 @@ class StopInStep:
                 raise (
                     torch.cuda.OutOfMemoryError("Allocation failed") if memory else ZeroDivisionError("a node's fault")
                 )
+            return h, skip
+
+        clone.set_model_output_block_patch(inside)
+        return (clone,)
+
+
+class HoldStep:
+    """Lets sampling wait, in each step, as long as there is a file."""
+
+    CATEGORY = "tests"
+    FUNCTION = "patch"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "file": ("STRING", {"default": ""})}}
+
+    def patch(self, model, file):
+        clone = model.clone()
+
+        def inside(h, skip, options):
+            while Path(file).exists():
+                time.sleep(0.01)
             return h, skip
 
         clone.set_model_output_block_patch(inside)
@@ -64,4 +90,4 @@ class Fail:
         raise RuntimeError("this node always fails")
 
 
-NODE_CLASS_MAPPINGS = {"StopInStep": StopInStep, "ScaleAttention": ScaleAttention, "Fail": Fail}
+NODE_CLASS_MAPPINGS = {"StopInStep": StopInStep, "HoldStep": HoldStep, "ScaleAttention": ScaleAttention, "Fail": Fail}

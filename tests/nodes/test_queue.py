@@ -91,11 +91,17 @@ def test_of_two_hundred_prompts_the_first_compiles_and_memory_stays_flat(fresh, 
     queued = [fresh.queue(variant(WORKFLOWS[name], **changes), {"id": name}) for name, changes in turns]
     texts, sizes = [], []
     for prompt_id, (name, _) in zip(queued, turns, strict=True):
-        texts.append(fresh.wait(prompt_id)["outputs"][WORKFLOWS[name]]["text"][0])
+        entry, node = fresh.wait(prompt_id), WORKFLOWS[name]
         sizes.append(memory(fresh))
+        if node in entry["outputs"]:
+            texts.append(entry["outputs"][node]["text"][0])
+        else:  # since 2026 a node that was cached is not shown again
+            assert node in cached_nodes(entry)
     report = registry(fresh)
-    assert texts[0].startswith("3 regions, 3 compiled, 0 eager")
-    assert all(text.startswith("3 regions, 3 compiled (3 from memory), 0 eager") for text in texts[len(SIZES) :])
+    first, *others = dict.fromkeys(texts)
+    assert first.startswith("3 regions, 3 compiled, 0 eager")
+    assert others
+    assert all(text.startswith("3 regions, 3 compiled (3 from memory), 0 eager") for text in others)
     assert report["totals"]["compiles"] == 3, "some prompt after the first compiled"
     assert (report["totals"]["reasons"], report["totals"]["retired"]) == ({}, 0)
     assert {name: [*workflow["roles"]] for name, workflow in report["workflows"].items()} == {

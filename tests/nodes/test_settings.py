@@ -104,7 +104,7 @@ def test_a_workflow_keeps_its_own_values(own, browser):
 
 def wait_for(server, expected):
     """The frontend stores a value after it has shown it."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = server.get("/settings")
         if expected.items() <= found.items():

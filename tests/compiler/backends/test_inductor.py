@@ -42,7 +42,6 @@ from torch._inductor.dependencies import MemoryDep, StarDep
 
 BACKEND = InductorBackend()
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-needs_compiler = pytest.mark.skipif(BACKEND.available(CPU) is not None, reason="no C++ compiler on this machine")
 
 
 def settings():
@@ -50,7 +49,7 @@ def settings():
     return torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 def test_an_artifact_computes_the_region_at_every_size_before_and_after_saving_and_leaves_torchs_settings_alone():
     network = transformer()
     exported = export(network)
@@ -66,7 +65,7 @@ def test_an_artifact_computes_the_region_at_every_size_before_and_after_saving_a
                 torch.testing.assert_close(ours, block(x), atol=1e-4, rtol=1e-4)
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 def test_regions_of_equal_code_and_other_widths_get_their_own_artifacts():
     for channels in (8, 12):
         network = ConvolutionNetwork(channels)
@@ -77,7 +76,7 @@ def test_regions_of_equal_code_and_other_widths_get_their_own_artifacts():
             torch.testing.assert_close(ours, network.blocks[1](network.stem(x), emb), atol=1e-4, rtol=1e-4)
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_from_disk(tmp_path):
     network = StreamNetwork()
     cases = [
@@ -263,7 +262,7 @@ print(json.dumps([refused, error, totals.compiles, totals.from_file, dict(totals
 """
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.skipif(os.name == "nt", reason="the compiler is watched through a shell script")
 def test_a_file_loads_in_a_new_process_with_empty_caches_and_without_any_compiler(tmp_path):
     compiled = compile_network(transformer(), Registry(), BACKEND)
@@ -301,7 +300,7 @@ sys.exit(len(set(sys.modules) - before))
     assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 def test_machine_code_for_another_processor_is_refused_by_name(monkeypatch):
     exported = export(transformer())
     data = BACKEND.compile(exported).to_bytes()

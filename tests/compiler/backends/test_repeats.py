@@ -6,14 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 from compiled_graphs.compiler.backends import inductor
-from compiled_graphs.compiler.backends.inductor import Artifact, InductorBackend
+from compiled_graphs.compiler.backends.inductor import Artifact
 from compiled_graphs.compiler.backends.repeats import FEWEST, _Stretch, folded, tracing_once
-from networks import CPU, WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
+from networks import WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
 from torch import nn
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
 
 DEPTH = FEWEST + 2
-needs_compiler = pytest.mark.skipif(InductorBackend().available(CPU) is not None, reason="no C++ compiler here")
 
 
 class Tower(nn.Module):
@@ -187,7 +186,7 @@ def test_torch_asks_once_what_our_subgraph_does_and_always_of_others_and_in_othe
     assert asked == ["repeated", "theirs", "theirs", "repeated"]
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
     network = Towers()
     exported = export(network)
@@ -200,7 +199,7 @@ def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
             torch.testing.assert_close(ours, network.towers[1](x), atol=1e-4, rtol=1e-4)
 
 
-@needs_compiler
+@pytest.mark.usefixtures("cpp_compiler")
 def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piece(monkeypatch):
     compiling, refused = inductor._compiled, []
 

@@ -58,7 +58,7 @@ POOLED_WIDTHS = {"tiny_sdxl": 1280, "tiny_sd3": 2048, "tiny_flux": 768}
 def checkpoints() -> Path:
     """Tiny checkpoints, written once and kept beside the virtual environment."""
     home = Path(os.environ.get("COMPILED_GRAPHS_HOME", SCRIPTS.parent / ".quickstart"))
-    folder = home / ("models-checkout" if COMFYUI else "models-index")
+    folder = home / f"models-{Path(COMFYUI).name or 'index'}"  # each version may make other ones
     command = [sys.executable, str(SCRIPTS / "tiny_models.py"), "--comfyui", COMFYUI, "--out", str(folder)]
     names = [*TEXT_WIDTHS] if COMFYUI else [name for name in TEXT_WIDTHS if name != "tiny_flux"]
     subprocess.run([*command, *names], check=True, capture_output=True)
@@ -216,7 +216,8 @@ def _narrow(patch: pytest.MonkeyPatch) -> None:
             **{n: {**c, "params": c["params"] | NARROW} if "params" in c else c for n, c in configs.items()}
         )
 
-    def kl(ddconfig: dict[str, Any], embed_dim: int) -> torch.nn.Module:
+    def kl(ddconfig: dict[str, Any], embed_dim: int, decoder_ddconfig: dict[str, Any] | None = None) -> torch.nn.Module:
+        """`decoder_ddconfig` is of ComfyUI since 2026, which sees that the decoder is narrower than it knows them."""
         return AutoencoderKL(ddconfig=ddconfig | NARROW, embed_dim=embed_dim)
 
     patch.setattr(comfy.sd, "AutoencodingEngine", engine)
@@ -230,6 +231,8 @@ def _narrow(patch: pytest.MonkeyPatch) -> None:
 def _fill(network: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if 0 in tensor.stride():
+            continue  # one number seen as many: a constant of ComfyUI's
         if tensor.ndim > 1:
             tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
         elif tensor.is_floating_point():

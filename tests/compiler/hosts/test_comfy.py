@@ -232,7 +232,7 @@ def test_cancel_works_between_regions_and_keeps_what_is_done(load, registry, mon
 
     before = totals.compiles
     monkeypatch.setattr(registry, "obtain", cancel_after_two)
-    with pytest.raises(Exception, match=r"^$") as cancelled:
+    with pytest.raises(BaseException, match=r"^$") as cancelled:  # since 2026 it is no Exception
         compile_eager(model)
     assert type(cancelled.value).__name__ == "InterruptProcessingException"
     comfy.model_management.interrupt_current_processing(False)
@@ -351,6 +351,7 @@ def test_what_replaces_a_networks_forward_goes_without_waiting_for_the_cycle_sea
         gc.enable()
 
 
+@pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("name", ["tiny_sd15"])
 def test_inductor_gives_eagers_image(name, load, sample, registry):
     model = load(name)

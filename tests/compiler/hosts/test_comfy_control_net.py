@@ -125,10 +125,14 @@ def transformer_control(name):
             context_embedder_config=embedder, num_patches=4096, pos_embed_max_size=64, **operations,
         )  # fmt: skip
     flux = pytest.importorskip("comfy.ldm.flux.controlnet")
+    from comfy.ldm.flux.model import FluxParams
+
+    newer = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
     return flux.ControlNetFlux(
         latent_input=name == "flux_latent", control_latent_channels=16, in_channels=16, out_channels=16, patch_size=2,
         vec_in_dim=32, context_in_dim=48, hidden_size=64, mlp_ratio=2.0, num_heads=2, depth=2, depth_single_blocks=2,
-        axes_dim=[8, 12, 12], theta=10000, qkv_bias=True, guidance_embed=True, image_model="flux", **operations,
+        axes_dim=[8, 12, 12], theta=10000, qkv_bias=True, guidance_embed=True, image_model="flux",
+        **newer, **operations,
     )  # fmt: skip
 
 

@@ -76,15 +76,18 @@ def test_scaled_fp8_gives_eagers_image(load, sample, registry):
     if not hasattr(comfy.sd, "load_diffusion_model_state_dict"):
         pytest.skip("this ComfyUI has no scaled fp8")
     plain = load("tiny_sd3")
-    model = comfy.sd.load_diffusion_model_state_dict(scaled_fp8(plain.model.diffusion_model.state_dict()))
-    assert any(weight.dtype == torch.float8_e4m3fn for weight in model.model.diffusion_model.parameters())
+    with torch.inference_mode():  # as the nodes load it
+        model = comfy.sd.load_diffusion_model_state_dict(scaled_fp8(plain.model.diffusion_model.state_dict()))
+    weights = [*model.model.diffusion_model.parameters()]
+    quantised = any(type(weight).__name__ == "QuantizedTensor" for weight in weights)  # as ComfyUI of 2026 loads it
+    assert quantised or any(weight.dtype == torch.float8_e4m3fn for weight in weights)
     before = totals.eager_calls.copy()
     ours, _ = compiled(model)
     sample(ours, "tiny_sd3")
     with totals.expect(compiles=0, retired=0):
         assert_images(sample, "tiny_sd3", ours, model)
         assert_images(sample, "tiny_sd3", adapted(low_rank)(ours, 1.0), adapted(low_rank)(model, 1.0))
-    assert totals.eager_calls == before
+    assert {*(totals.eager_calls - before)} == ({"weights of type QuantizedTensor"} if quantised else set())
 
 
 class Packed(torch.Tensor):

@@ -133,6 +133,7 @@ def test_images_are_eagers_at_every_size_and_only_the_first_compiles(name, graph
     assert reasons(pipe) == set()
 
 
+@pytest.mark.usefixtures("cpp_compiler")
 def test_inductor_makes_the_image_too(restart, tmp_path):
     restart()
     pipe = pipelines.flux()
