@@ -11,7 +11,10 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
+from .compiler.errors import printable
+from .compiler.files import open_regular
 from .compiler.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
 from .compiler.hosts.comfy_settings import store_limit
 from .compiler.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
@@ -81,20 +84,21 @@ def _backends(options: argparse.Namespace) -> int:
         reason = backend.available(device)
         fields = {} if reason else backend.environment(device)
         versions = ", ".join(f"{key} {fields[key]}" for key in ("torch", "triton", "oneflow") if key in fields)
-        print(f"{name}: {reason or f'can be used on {device.type} ({versions})'}")
+        _say(f"{name}: {reason or f'can be used on {device.type} ({versions})'}")
     if text := onediff_text():
-        print(text)
+        _say(text)
     return 0
 
 
 def _trust(options: argparse.Namespace) -> int:
     try:
-        data = options.file.read_bytes()
-        count = len(read_manifest(data))
+        with open_regular(options.file) as file:
+            count = len(read_manifest(file))
+            digest = Trust().add(file)
     except (OSError, GraphFileError) as error:
-        print(f"{options.file} cannot be trusted: {error}", file=sys.stderr)
+        _say(f"{options.file} cannot be trusted: {error}", sys.stderr)
         return 1
-    print(f"{options.file.name}, {count} graphs, is trusted by its SHA-256 {Trust().add(data)}")
+    _say(f"{options.file.name}, {count} graphs, is trusted by its SHA-256 {digest}")
     return 0
 
 
@@ -103,7 +107,7 @@ def _store(options: argparse.Namespace) -> int:
         store = _open(options.store)
         return options.act(store, store.entries(), options)
     except (StoreError, OSError) as error:
-        print(_printable(f"compiled_graphs store: {error}"), file=sys.stderr)
+        _say(f"compiled_graphs store: {error}", sys.stderr)
         return 2
 
 
@@ -146,7 +150,7 @@ def _prune(store: FolderStore | UrlStore, entries: list[StoreEntry], options: ar
         error = _fault(store, entry)
         if isinstance(error, GraphFileError) and not isinstance(error, UntrustedFile) and store.remove(entry.name):
             _say(f"removed {entry.name}: {error}")
-    for entry in store.sweep(age=0):
+    for entry in store.sweep():
         _say(f"removed {entry.name}: a partial file")
     for entry in store.shrink(store.limit if options.limit is None else options.limit):
         _say(f"removed {entry.name}: last used {_date(entry)}")
@@ -173,7 +177,8 @@ def _fault(store: FolderStore | UrlStore, entry: StoreEntry) -> OSError | GraphF
 def _contents(store: FolderStore | UrlStore, entry: StoreEntry) -> str:
     size = f"{entry.size / MEGABYTE:8.1f} MB"
     try:
-        graphs = read_manifest(store.read(entry.name))
+        with store.open(entry.name) as file:
+            graphs = read_manifest(file)
     except (OSError, GraphFileError) as error:
         return f"{error}  {size}  {_date(entry)}"
     regions = _names(graph.spec.region for graph in graphs)
@@ -198,13 +203,10 @@ def _amount(entries: Iterable[StoreEntry]) -> str:
     return f"{len(sizes)} graphs, {sum(sizes) / MEGABYTE:.1f} MB,"
 
 
-def _say(text: str) -> None:
-    print(_printable(text))
-
-
-def _printable(text: str) -> str:
-    """Return text that cannot steer the terminal, as names in a foreign file could."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+def _say(text: str, stream: TextIO | None = None) -> None:
+    stream = stream or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    print(printable(text).encode(encoding, "replace").decode(encoding), file=stream)
 
 
 if __name__ == "__main__":

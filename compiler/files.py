@@ -1,18 +1,32 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and files that are read no further than they may be."""
 
 from __future__ import annotations
 
 import os
+import re
+import stat
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-PARTIAL = ".partial"
+STORE = "store"
+SAVED = "saved"
+"""Who writes: each removes partial files of its own, and nobody else's in a folder that they share."""
+PARTIAL_AGE = 3600.0
+"""Seconds after which nobody is still writing a partial file."""
+_PARTIAL = ".compiled_graphs.partial"
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by these bytes: a reader, or a crash at any moment, meets the old file or the new one."""
-    _place(path, data, os.replace)
+def write_whole(path: Path, data: bytes, writer: str = SAVED) -> None:
+    """Replace a file by these bytes: a reader, or a crash at any moment, meets the old file or the new one.
+
+    Removes what this writer's killed processes left in the folder. Raises OSError.
+    """
+    _sweep(path.parent, writer)
+    _place(path, data, os.replace, writer)
 
 
 def create_whole(path: Path, data: bytes) -> None:
@@ -21,7 +35,7 @@ def create_whole(path: Path, data: bytes) -> None:
     On a file system without hard links (exFAT, some network folders) it may be the last one.
     """
     try:
-        _place(path, data, os.link)
+        _place(path, data, os.link, SAVED)
     except FileExistsError:
         return
     except OSError:
@@ -29,13 +43,50 @@ def create_whole(path: Path, data: bytes) -> None:
             write_whole(path, data)
 
 
-def is_partial(name: str) -> bool:
-    """Whether this is the name of a file not yet in its place, which a killed process leaves behind."""
-    return name.startswith(".") and name.endswith(PARTIAL)
+def is_partial(name: str, writer: str) -> bool:
+    """Whether this is the name of a writer's file not yet in its place, which a killed process leaves behind."""
+    return re.fullmatch(rf"\.{writer}-\w+{re.escape(_PARTIAL)}", name) is not None
 
 
-def _place(path: Path, data: bytes, move: Callable[[str, Path], None]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=PARTIAL)  # 0600 by its contract
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError, also for a pipe or a device, whose reader would wait for a writer."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path.name} is a pipe, a device or a folder, and not a file")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """Return a file's bytes. Raises OSError, also if there are more than `most`, of which no more are read."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(f"{path.name} has more than {most} bytes, which no file of its kind has")
+    return data
+
+
+def _sweep(folder: Path, writer: str) -> None:
+    latest = time.time() - PARTIAL_AGE
+    with suppress(OSError), os.scandir(folder) as files:
+        for file in files:
+            if is_partial(file.name, writer) and _written(file) <= latest:
+                with suppress(OSError):
+                    os.unlink(file.path)
+
+
+def _written(file: os.DirEntry) -> float:
+    try:
+        return file.stat(follow_symlinks=False).st_mtime
+    except OSError:  # another process has swept it
+        return time.time()
+
+
+def _place(path: Path, data: bytes, move: Callable[[str, Path], None], writer: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{writer}-", suffix=_PARTIAL)  # 0600 by its contract
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

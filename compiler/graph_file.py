@@ -8,33 +8,37 @@ wrote is at most a list of graphs that a model may want.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import re
+import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy
-from safetensors import SafetensorError
-from safetensors.numpy import load as read_container
 from safetensors.numpy import save as write_container
 
+from . import bounded_json
 from .backends.base import Backend
+from .errors import printable
 from .graph import CompiledGraph, GraphIdentity, GraphSpec, InputSpec, WeightSpec
-from .trust import Trust
+from .trust import Trust, UnusableKey
 
 FORMAT = 1
 SUFFIX = ".graph.safetensors"
 A = TypeVar("A")
 B = TypeVar("B")
 
+MAX_FILE = 2 * 2**30
+"""Bytes."""
 MAX_HEADER = 8 * 2**20
 """Bytes."""
-MAX_DEPTH = 16
 MAX_EXECUTABLE = 2**30
 """Bytes of one graph, uncompressed; SDXL's have 6 MB on average."""
+MAX_SAID = 200
+"""Characters of a foreign file that a sentence repeats."""
 
 
 class GraphFileError(Exception):
@@ -72,7 +76,10 @@ class Entry(GraphIdentity):
 
 
 def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
-    """Return a file with these graphs, each key once, signed by this machine. Raises OSError without a key."""
+    """Return a file with these graphs, each key once, signed by this machine.
+
+    Raises UnusableKey without a key, and GraphFileError if the file would be larger than one that is read.
+    """
     unique = list({graph.key: graph for graph in graphs}.values())
     blobs = _side_by_side(lambda graph: zlib.compress(graph.executable), unique)
     entries = [
@@ -87,37 +94,42 @@ def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
     ]
     manifest = json.dumps({"format": FORMAT, "graphs": entries}, sort_keys=True)
     tensors = {graph.key: numpy.frombuffer(blob, dtype=numpy.uint8) for graph, blob in zip(unique, blobs, strict=True)}
-    return write_container(tensors, {"compiled_graphs": manifest, "signature": trust.sign(manifest.encode())})
+    data = write_container(tensors, {"compiled_graphs": manifest, "signature": trust.sign(manifest.encode())})
+    if len(data) > MAX_FILE or int.from_bytes(data[:8], "little") > MAX_HEADER:
+        raise GraphFileError(f"{len(unique)} graphs are too many for one file: save parts of the model apart")
+    return data
 
 
-def read_manifest(data: bytes) -> list[Entry]:
-    """Return what a file says it holds, whoever wrote it. Executes nothing. Raises GraphFileError."""
-    return _entries(_metadata(data)["compiled_graphs"])
+def read_manifest(source: bytes | BinaryIO) -> list[Entry]:
+    """Return what a file says it holds, whoever wrote it. Executes nothing.
 
-
-def read_graphs(data: bytes, trust: Trust) -> list[StoredGraph]:
-    """Return the graphs of a file that this machine signed or its owner trusts.
-
-    Raises UntrustedFile if neither is so, before any blob is looked at, and GraphFileError on damage.
+    `source` are a file's bytes, or the file, of which no more than the header is read. Raises GraphFileError, and
+    OSError if it cannot be read.
     """
-    metadata = _metadata(data)
-    manifest = metadata["compiled_graphs"]
-    if not trust.covers(manifest.encode(), metadata.get("signature", ""), data):
-        raise UntrustedFile("the file was not made on this machine, and its owner has not trusted it")
-    entries = _entries(manifest)
-    try:
-        blobs = {name: array.tobytes() for name, array in read_container(data).items()}
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise GraphFileError(f"the file is damaged ({error})") from None
-    return _side_by_side(lambda entry: _open(entry, blobs), entries)
+    return _entries(_read_header(_opened(source)).manifest)
 
 
-def read_or_list(data: bytes, trust: Trust) -> tuple[list[StoredGraph], list[Entry]]:
-    """Return the graphs of a file, or if this machine may not run them, what they are. Raises GraphFileError."""
+def read_graphs(source: bytes | BinaryIO, trust: Trust) -> list[StoredGraph]:
+    """Return the graphs of a file that this machine signed or its owner trusts; see `read_manifest` for `source`.
+
+    Raises UntrustedFile if neither is so, before any blob is looked at, GraphFileError on damage, and OSError if it
+    cannot be read.
+    """
+    file = _opened(source)
+    header = _read_header(file)
+    if problem := _distrust(trust, header, file):
+        raise UntrustedFile(problem)
+    entries = _entries(header.manifest)
+    blobs = [_read_blob(file, header, entry) for entry in entries]
+    return _side_by_side(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
+
+
+def read_or_list(source: bytes | BinaryIO, trust: Trust) -> tuple[list[StoredGraph], list[Entry]]:
+    """Return the graphs of a file, or if this machine may not run them, what they are; raises as `read_manifest`."""
     try:
-        return read_graphs(data, trust), []
+        return read_graphs(source, trust), []
     except UntrustedFile:
-        return [], read_manifest(data)
+        return [], read_manifest(source)
 
 
 def _side_by_side(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
@@ -126,78 +138,194 @@ def _side_by_side(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
         return list(pool.map(work, items))
 
 
-def _open(entry: Entry, blobs: Mapping[str, bytes]) -> StoredGraph:
-    blob = blobs.get(entry.key, b"")
-    if hashlib.sha256(blob).hexdigest() != entry.digest:
-        raise GraphFileError(
-            f"the file is damaged (the graph of {entry.spec.region} is not the one it was signed with)"
-        )
-    unpacker = zlib.decompressobj()
-    executable = unpacker.decompress(blob, entry.size + 1)
-    if len(executable) != entry.size or not unpacker.eof:
-        raise GraphFileError(f"the file is damaged (the graph of {entry.spec.region} has another size)")
-    return StoredGraph(**entry.identity(), executable=executable)
+@dataclass(frozen=True)
+class _Header:
+    manifest: str
+    signature: str
+    places: Mapping[str, Any]
+    """The container's own fields of each blob, which nobody has signed."""
+    start: int
+    """Where the blobs begin in the file."""
+    size: int
+    """Bytes of all blobs."""
 
 
-def _metadata(data: bytes) -> dict[str, str]:
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > len(data) - 8:
+def _opened(source: bytes | BinaryIO) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source
+
+
+def _read_header(file: BinaryIO) -> _Header:
+    total = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(8)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > total - 8:
         raise GraphFileError("the file is not a graph file, or it was cut off")
-    if size > MAX_HEADER:
-        raise GraphFileError(f"the file's header has {size} bytes, more than any graph file's")
-    metadata = _parse(data[8 : 8 + size]).get("__metadata__")
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if total > MAX_FILE:
+        raise GraphFileError(f"the file has {total} bytes, more than any graph file")
+    if length > MAX_HEADER:
+        raise GraphFileError(f"the file's header has {length} bytes, more than any graph file's")
+    fields = _parse(file.read(length))
+    metadata = fields.pop("__metadata__", None)
+    if not isinstance(metadata, dict):
         raise GraphFileError("the file is not a graph file")
     if "compiled_graphs" not in metadata:
         raise GraphFileError("the file is a safetensors file without graphs")
-    return metadata
+    try:
+        manifest, signature = _text(metadata["compiled_graphs"]), _text(metadata.get("signature", ""))
+    except (TypeError, ValueError):
+        raise GraphFileError("the file's header holds what is no text") from None
+    return _Header(manifest, signature, fields, 8 + length, total - 8 - length)
+
+
+def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> str | None:
+    """Return why this machine has no reason to run a file, or None."""
+    problem = "the file was not made on this machine, and its owner has not trusted it"
+    try:
+        if trust.signed(header.manifest.encode(), header.signature):
+            return None
+    except UnusableKey as error:
+        problem = str(error)
+    return None if trust.trusts(file) else problem
+
+
+def _read_blob(file: BinaryIO, header: _Header, entry: Entry) -> bytes:
+    """Read a graph's blob. What is signed bounds its size: zlib adds less than a thousandth to what it cannot pack."""
+    begin, end = _place(header.places.get(entry.key), header.size)
+    if end - begin > entry.size + entry.size // 1000 + 64:
+        raise GraphFileError(f"the file is damaged (the graph of {_said(entry.spec.region)} has another size)")
+    file.seek(header.start + begin)
+    blob = file.read(end - begin)
+    if hashlib.sha256(blob).hexdigest() != entry.digest:
+        raise GraphFileError(
+            f"the file is damaged (the graph of {_said(entry.spec.region)} is not the one it was signed with)"
+        )
+    return blob
+
+
+def _place(fields: Any, size: int) -> tuple[int, int]:
+    match fields:
+        case {"data_offsets": [int(begin), int(end)]} if 0 <= begin <= end <= size:
+            return begin, end
+    raise GraphFileError("the file is damaged (a graph that it lists is not in it)")
+
+
+def _unpack(entry: Entry, blob: bytes) -> StoredGraph:
+    unpacker = zlib.decompressobj()
+    try:
+        executable = unpacker.decompress(blob, entry.size + 1)
+    except zlib.error as error:
+        raise GraphFileError(f"the file is damaged ({error})") from None
+    if len(executable) != entry.size or not unpacker.eof:
+        raise GraphFileError(f"the file is damaged (the graph of {_said(entry.spec.region)} has another size)")
+    return StoredGraph(**entry.identity(), executable=executable)
 
 
 def _entries(manifest: str) -> list[Entry]:
     fields = _parse(manifest.encode())
     if fields.get("format") != FORMAT:
-        raise GraphFileError(f"the file has format {fields.get('format')!r}, and this version reads {FORMAT}")
+        found = _said(repr(fields.get("format")))
+        raise GraphFileError(f"the file has format {found}, and this version reads {FORMAT}")
     try:
-        return [_entry(graph) for graph in fields["graphs"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise GraphFileError(f"the file's manifest is damaged ({type(error).__name__}: {error})") from None
+        return [_entry(graph) for graph in _list(fields["graphs"])]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GraphFileError(f"the file's manifest is damaged ({type(error).__name__}: {_said(str(error))})") from None
 
 
-def _entry(fields: Mapping[str, Any]) -> Entry:
-    spec = dict(fields["spec"])
-    weights = tuple(WeightSpec(**_tuples(weight)) for weight in spec.pop("weights"))
-    inputs = tuple(InputSpec(**_tuples(item)) for item in spec.pop("inputs"))
-    size = fields["size"]
-    if not isinstance(size, int) or not 0 <= size <= MAX_EXECUTABLE:
-        raise ValueError(f"a graph of {size!r} bytes")
+def _entry(fields: Any) -> Entry:
+    """Return a graph as a manifest describes it. Raises KeyError, TypeError or ValueError for what is none."""
+    fields = _dict(fields)
+    size = _count(fields["size"])
+    if size > MAX_EXECUTABLE:
+        raise ValueError(f"a graph of {size} bytes")
     return Entry(
-        key=str(fields["key"]),
-        fingerprint=str(fields["fingerprint"]),
-        structure=str(fields["structure"]),
-        backend=str(fields["backend"]),
-        environment={str(name): str(value) for name, value in fields["environment"].items()},
-        spec=GraphSpec(weights=weights, inputs=inputs, **_tuples(spec)),
-        digest=str(fields["digest"]),
+        key=_text(fields["key"]),
+        fingerprint=_text(fields["fingerprint"]),
+        structure=_text(fields["structure"]),
+        backend=_text(fields["backend"]),
+        environment={_text(name): _text(value) for name, value in _dict(fields["environment"]).items()},
+        spec=_spec(_dict(fields["spec"])),
+        digest=_text(fields["digest"]),
         size=size,
     )
 
 
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+def _spec(fields: Mapping[str, Any]) -> GraphSpec:
+    return GraphSpec(
+        region=_text(fields["region"]),
+        device=_text(fields["device"]),
+        weights=tuple(_weight(_dict(weight)) for weight in _list(fields["weights"])),
+        inputs=tuple(_input(_dict(each)) for each in _list(fields["inputs"])),
+        guards=_each(_text, fields["guards"]),
+        mutated=_each(_count, fields["mutated"]),
+        outputs=_each(_flag, fields["outputs"]),
+        tree=_text(fields["tree"]),
+    )
+
+
+def _weight(fields: Mapping[str, Any]) -> WeightSpec:
+    name, dtype = _text(fields["name"]), _text(fields["dtype"])
+    return WeightSpec(name, _each(_count, fields["shape"]), _each(_count, fields["stride"]), dtype)
+
+
+def _input(fields: Mapping[str, Any]) -> InputSpec:
+    return InputSpec(
+        sizes=_each(_size, fields["sizes"]),
+        dtype=_text(fields["dtype"]),
+        memory_format=_text(fields["memory_format"]),
+        hints=_each(_count, fields["hints"]),
+        symbolic=_each(_flag, fields["symbolic"]),
+    )
+
+
+def _each(read: Callable[[Any], A], values: Any) -> tuple[A, ...]:
+    return tuple(read(value) for value in _list(values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in the place of a text")
+    value.encode()  # JSON can hold half a character, which no file, digest or terminal takes
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{type(value).__name__} in the place of a size")
+    return value
+
+
+def _size(value: Any) -> int | str:
+    return _text(value) if isinstance(value, str) else _count(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{type(value).__name__} in the place of true or false")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} in the place of a list")
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} in the place of an object")
+    return value
+
+
+def _said(text: str) -> str:
+    return printable(text[:MAX_SAID])
 
 
 def _parse(text: bytes) -> dict[str, Any]:
-    """Parse JSON whose nesting has been measured first: the parser itself recurses."""
-    depth = deepest = 0
-    for bracket in re.findall(rb"[\[{\]}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text)):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise GraphFileError("the file's header is nested deeper than any graph file's")
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        raise GraphFileError("the file's header is not JSON") from None
+        fields = bounded_json.parse(text)
+    except ValueError as error:
+        raise GraphFileError(f"the file's header {error}") from None
     if not isinstance(fields, dict):
         raise GraphFileError("the file's header is not a JSON object")
     return fields

@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from . import attention, patches
+from . import attention, bounded_json, patches
 from .backends.base import Backend
 from .counters import Counters, totals
 from .environment import environment
+from .errors import one_line, printable
 from .graph import CompiledGraph, Executable, GraphSpec
 from .graph_file import StoredGraph
 from .host import Host
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256
 """Graphs kept in memory: an SDXL UNet has 14, of 6 MB each. Others come back from the store."""
+MAX_STRUCTURES = 8
+"""Graphs of one kind of region: more, and it is an argument that keeps changing."""
 MAX_WORKFLOWS = 64
 """Workflows kept in the report: those that ran last."""
 
@@ -67,8 +70,12 @@ class Store(Protocol):
         """Return the graph files. Raises OSError if the place cannot be listed."""
         ...
 
+    def discard(self, key: str) -> bool:
+        """Remove a graph, and return whether it is gone."""
+        ...
+
     def note(self, name: str) -> bytes | None:
-        """Return what was noted under a name. It need not be trusted."""
+        """Return what was noted under a name."""
         ...
 
     def put_note(self, name: str, data: bytes) -> None:
@@ -182,15 +189,18 @@ class Registry:
         if data is None:
             return []
         try:
-            return [Variant.noted(note, device) for note in json.loads(data)]
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
-            log.warning("What a model wants is found out again: the store's note of it makes no sense (%r).", error)
+            return _within_bounds([Variant.noted(note, device) for note in bounded_json.parse(data)])
+        except (KeyError, TypeError, ValueError) as error:
+            text = "What a model wants is found out again: the store's note of it makes no sense (%s)."
+            log.warning(text, printable(one_line(error)))
             return []
 
     def _probed(self, name: str, probe: Callable[[], list[Variant]]) -> list[Variant]:
         variants = probe()
         if name:
-            self.store.put_note(name, json.dumps([variant.note() for variant in variants]).encode())
+            with suppress(ValueError):  # what would not be read
+                notes = [variant.note() for variant in _within_bounds(variants)]
+                self.store.put_note(name, json.dumps(notes).encode())
         return variants
 
     def run(self, name: str, job: Callable[[], Any]) -> Any:
@@ -237,6 +247,14 @@ class Registry:
         counters.add("from_file")
         counters.add("seconds", seconds)
         return self._keep(graph, "file", seconds, len(stored.executable))
+
+    def discard(self, key: str) -> None:
+        """Forget a graph that turned out to be wrong, in memory and in the store: who wants it next compiles it."""
+        with self._lock:
+            self._entries.pop(key, None)
+        if self.store is not None and not self.store.discard(key):
+            log.warning("The graph %s failed its check and cannot be removed from the store; remove the file.", key)
+        self.on_change()
 
     def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
         """Say that a role of a workflow is now played by this model. To be said whenever it runs."""
@@ -418,6 +436,15 @@ class Registry:
                 self._entries.popitem(last=False)
         self.on_change()
         return entry
+
+
+def _within_bounds(variants: list[Variant]) -> list[Variant]:
+    """Return these graphs. Raises ValueError if no model wants so many."""
+    if len(variants) > MAX_GRAPHS:
+        raise ValueError(f"more than {MAX_GRAPHS} graphs")
+    if any(count > MAX_STRUCTURES for count in Counter(variant.fingerprint for variant in variants).values()):
+        raise ValueError(f"more than {MAX_STRUCTURES} graphs of one block")
+    return variants
 
 
 def _models(roles: Mapping[str, Role]) -> dict[str, CompiledModel]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import math
 import os
@@ -14,11 +16,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .files import is_partial, write_whole
-from .graph_file import SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
-from .trust import Trust
+from . import bounded_json
+from .errors import printable
+from .files import PARTIAL_AGE, STORE, is_partial, open_regular, write_whole
+from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
+from .trust import Trust, UnusableKey
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -31,13 +35,18 @@ DEFAULT_LIMIT = 10 * GIGABYTE
 """Bytes."""
 LOCK_LIMIT = 300.0
 """Seconds that a process waits for another one's compile before it compiles beside it."""
-LOCKS = "locks"
+LOCKS = "compiled_graphs.locks"
 NOTE_SUFFIX = ".wanted.json"
+MAX_NOTE = 2**20
+"""Bytes; a model's note has some kilobytes."""
 PATIENCE = 2.0
 """Seconds that a place at a URL may take to fail before it is left alone for PAUSE."""
 PAUSE = 60.0
-PARTIAL_AGE = 3600.0
-"""Seconds after which nobody is still writing a partial file."""
+_KEY = "[0-9a-f]{64}"
+_GRAPH_NAME = re.compile(_KEY + re.escape(SUFFIX))
+_NOTE_NAME = re.compile(_KEY + re.escape(NOTE_SUFFIX))
+_LOCK_NAME = re.compile(r"[0-9a-f]{2}\.lock")
+"""Names that this module gives and nobody else. Others stay: the folder may hold saved graphs, or anything."""
 WRITTEN = ("LastModified", "last_modified", "mtime", "created")
 """The time of writing, as S3, Azure, Google and most others, and fsspec's memory name it."""
 
@@ -61,7 +70,7 @@ class _Store(ABC):
     """One signed graph file per graph, within a bound, whatever holds the files.
 
     A subclass brings the operations on files, which raise only OSError. For `get` and `put` a store that fails
-    is an empty one: the picture comes out either way.
+    is an empty one: the picture comes out either way. Keys, and what notes are named by, are 64 hexadecimal digits.
     """
 
     is_near = True
@@ -80,7 +89,7 @@ class _Store(ABC):
         except FileNotFoundError:
             return None
         except (OSError, GraphFileError) as error:
-            log.warning("Stored graph %s is compiled again: %s.", name, error)
+            log.warning("Stored graph %s is compiled again: %s.", printable(name), printable(str(error)))
             return None
         with suppress(OSError):
             self._touch(name)
@@ -90,7 +99,10 @@ class _Store(ABC):
         """Write a graph and return True, or say why it could not be kept and return False."""
         name = f"{graph.key}{SUFFIX}"
         try:
-            self._write(name, write_graphs([graph], self._trust))
+            self._write(_checked(name, _GRAPH_NAME), write_graphs([graph], self._trust))
+        except (UnusableKey, GraphFileError) as error:
+            log.warning("A compiled graph could not be kept: %s.", error)
+            return False
         except OSError as error:
             log.warning(
                 "A compiled graph could not be kept in %s (%s); it serves this session and is compiled again in the "
@@ -103,17 +115,40 @@ class _Store(ABC):
             self.shrink(self.limit, keep=name)
         return True
 
+    def discard(self, key: str) -> bool:
+        """Remove a graph that has turned out to be wrong, and return whether it is gone."""
+        return self.remove(f"{key}{SUFFIX}")
+
     def note(self, name: str) -> bytes | None:
-        """Return what was noted under a name, whoever did; None if nothing was, or it cannot be had."""
+        """Return what this machine noted under a name; None if it noted nothing, or it cannot be had."""
         try:
-            return self.read(f"{name}{NOTE_SUFFIX}")
-        except OSError:
+            with self.open(_checked(f"{name}{NOTE_SUFFIX}", _NOTE_NAME)) as file:
+                return self._read_note(name, file)
+        except FileNotFoundError:
+            return None
+        except (OSError, GraphFileError) as error:
+            log.warning("The note %s%s is made again: %s.", printable(name), NOTE_SUFFIX, printable(str(error)))
             return None
 
     def put_note(self, name: str, data: bytes) -> None:
-        """Note a little that would have to be found out again. Notes do not count towards the limit."""
-        with suppress(OSError):
-            self._write(f"{name}{NOTE_SUFFIX}", data)
+        """Note a little UTF-8 that would have to be found out again. Notes do not count towards the limit."""
+        with suppress(OSError, GraphFileError):
+            fields = {"note": data.decode(), "signature": self._trust.sign(_signed(name, data))}
+            self._write(_checked(f"{name}{NOTE_SUFFIX}", _NOTE_NAME), json.dumps(fields).encode())
+
+    def _read_note(self, name: str, file: BinaryIO) -> bytes:
+        data = file.read(MAX_NOTE + 1)
+        if len(data) > MAX_NOTE:
+            raise GraphFileError(f"it has more than {MAX_NOTE} bytes")
+        try:
+            fields = bounded_json.parse(data)
+            note, signature = fields["note"].encode(), fields["signature"]
+            is_ours = self._trust.signed(_signed(name, note), signature)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise GraphFileError("it is no note") from None
+        if not is_ours:
+            raise GraphFileError("it was not made on this machine")
+        return note
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
         """Keep others from compiling a graph at the same time, where that can be done. Not reentrant."""
@@ -127,26 +162,29 @@ class _Store(ABC):
             return set()
 
     def entries(self) -> list[StoreEntry]:
-        """Return the graph files. Raises OSError if the place cannot be listed."""
-        return [file for file in self._files() if file.name.endswith(SUFFIX) and not file.name.startswith(".")]
+        """Return the graph files that stores wrote. Raises OSError if the place cannot be listed."""
+        return [file for file in self._files() if _GRAPH_NAME.fullmatch(file.name)]
 
     @abstractmethod
-    def read(self, name: str) -> bytes:
-        """Return a file's bytes. Raises OSError."""
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for reading, without waiting for anybody to write it. Raises OSError."""
 
     def read_graph(self, name: str) -> StoredGraph:
         """Return the graph of a file.
 
         Raises OSError, UntrustedFile, and GraphFileError if the file is damaged or another graph's.
         """
-        graphs = read_graphs(self.read(name), self._trust)
+        with self.open(_checked(name, _GRAPH_NAME)) as file:
+            graphs = read_graphs(file, self._trust)
         named = [graph for graph in graphs if f"{graph.key}{SUFFIX}" == name]
         if not named:
             raise GraphFileError("the file holds another graph than its name says")
         return named[0]
 
     def remove(self, name: str) -> bool:
-        """Remove a file, and return whether it is gone: Windows keeps what another process holds open."""
+        """Remove a file that a store wrote, and return whether it is gone: Windows keeps what is open elsewhere."""
+        if not _is_ours(name):
+            return False
         try:
             self._delete(name)
         except FileNotFoundError:
@@ -170,16 +208,16 @@ class _Store(ABC):
         return gone
 
     def sweep(self, age: float = PARTIAL_AGE) -> list[StoreEntry]:
-        """Remove partial files older than some seconds, and return them. Raises OSError as `entries` does."""
+        """Remove stores' partial files older than some seconds, and return them. Raises OSError as `entries` does."""
         latest = time.time() - age
-        partial = [file for file in self._files() if is_partial(file.name) and file.used <= latest]
+        partial = [file for file in self._files() if is_partial(file.name, STORE) and file.used <= latest]
         return [file for file in partial if self.remove(file.name)]
 
     def clear(self) -> list[StoreEntry]:
         """Remove what the store has written and nothing else; return the graph files that went. Raises OSError."""
         self.sweep(age=-math.inf)
         for file in self._files():
-            if file.name.endswith(NOTE_SUFFIX):
+            if _NOTE_NAME.fullmatch(file.name):
                 self.remove(file.name)
         return [entry for entry in self.entries() if self.remove(entry.name)]
 
@@ -225,11 +263,12 @@ class FolderStore(_Store):
                     lock.release()
 
     def clear(self) -> list[StoreEntry]:
-        """Remove graphs, partial files and locks, held or not, and nothing else; return the graph files that went."""
+        """Remove what the store has written, locks held or not, and nothing else; return the graph files that went."""
         gone = super().clear()
         for path in (self.folder / LOCKS).glob("*.lock"):
-            with suppress(OSError):
-                path.unlink()
+            if _LOCK_NAME.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
         with suppress(OSError):
             (self.folder / LOCKS).rmdir()
         return gone
@@ -257,14 +296,12 @@ class FolderStore(_Store):
             entries = [_entry(file) for file in files]
         return [entry for entry in entries if entry]
 
-    def read(self, name: str) -> bytes:
-        return (self.folder / name).read_bytes()
+    def open(self, name: str) -> BinaryIO:
+        return open_regular(self.folder / name)
 
     def _write(self, name: str, data: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):
-            self.sweep()
-        write_whole(self.folder / name, data)
+        write_whole(self.folder / name, data, STORE)
 
     def _delete(self, name: str) -> None:
         (self.folder / name).unlink()
@@ -321,10 +358,13 @@ class UrlStore(_Store):
                 StoreEntry(info["name"].rsplit("/", 1)[-1], info.get("size") or 0, _written(info)) for info in found
             ]
 
-    def read(self, name: str) -> bytes:
+    def open(self, name: str) -> BinaryIO:
         with self._asking():
             files, folder = self._root
-            return files.cat_file(f"{folder}/{name}")
+            data = files.cat_file(f"{folder}/{name}", start=0, end=MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise OSError(f"it has more than {MAX_FILE} bytes")
+        return io.BytesIO(data)
 
     def _write(self, name: str, data: bytes) -> None:
         with self._asking():
@@ -383,6 +423,22 @@ def _require_driver(url: str) -> None:
             f"The store {place} cannot be used ({error}): name a folder, or a URL whose fsspec driver is installed, "
             "such as s3://bucket/folder with s3fs."
         ) from None
+
+
+def _is_ours(name: str) -> bool:
+    return bool(_GRAPH_NAME.fullmatch(name) or _NOTE_NAME.fullmatch(name) or is_partial(name, STORE))
+
+
+def _checked(name: str, pattern: re.Pattern[str]) -> str:
+    """Return a name of the store's own. Raises GraphFileError for one that could lead to somebody else's file."""
+    if not pattern.fullmatch(name):
+        raise GraphFileError(f"{printable(name)!r} is no name of a store's file")
+    return name
+
+
+def _signed(name: str, note: bytes) -> bytes:
+    """Return what a note's signature is of: one note cannot stand in for another, nor for a graph file's manifest."""
+    return b"note\0" + name.encode() + b"\0" + note
 
 
 def _without_password(url: str) -> str:

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 MAX_ELEMENTS = 2**31 - 1
 MAX_HINT = 2**20
 """Bound for example sizes that come from a file."""
+MAX_STRUCTURE = 2**18
+"""Characters of a call's structure that comes from a file."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,11 @@ class Variant:
 
         Raises ValueError, KeyError or TypeError if it does not hold together.
         """
-        inputs = [(tuple(hints), tuple(map(bool, symbolic))) for hints, symbolic in note["inputs"]]
-        texts = (str(note[name]) for name in ("fingerprint", "structure"))
-        return cls._described(str(note["region"]), nn.Module(), *texts, inputs, device)
+        inputs = [(tuple(hints), tuple(symbolic)) for hints, symbolic in note["inputs"]]
+        texts = [note[name] for name in ("region", "fingerprint", "structure")]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("names that are no texts")
+        return cls._described(texts[0], nn.Module(), *texts[1:], inputs, device)
 
     @classmethod
     def _described(
@@ -106,10 +110,15 @@ class Variant:
         inputs: Sequence[tuple[tuple[int, ...], tuple[bool, ...]]],
         device: torch.device,
     ) -> Variant:
+        if len(structure_text) > MAX_STRUCTURE:
+            raise ValueError("a call of more arguments than any block has")
         structure, tensors = parse(structure_text)
         if [(len(hints), len(symbolic)) for hints, symbolic in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
             raise ValueError("inputs that do not fit the structure of the call")
-        if not all(type(hint) is int and 0 < hint < MAX_HINT for hints, _ in inputs for hint in hints):
+        sizes = [pair for hints, symbolic in inputs for pair in zip(hints, symbolic, strict=True)]
+        if not all(type(size) is int and type(is_symbol) is bool for size, is_symbol in sizes):
+            raise ValueError("example sizes that are no numbers")
+        if not all(is_symbol < size < MAX_HINT for size, is_symbol in sizes):  # a symbol is 2 at least
             raise ValueError("example sizes that no tensor has")
         return cls(
             region=region,

@@ -80,7 +80,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     host, setup = Host(), receive(source)
     try:
-        sys.path[:] = setup.sys_path
+        # An empty or relative place is one of the directory that somebody stood in.
+        sys.path[:] = filter(os.path.isabs, setup.sys_path)
         if setup.begin:
             module, _, function = setup.begin.partition(":")
             host = getattr(importlib.import_module(f"{__package__}.{module}"), function)(pickle.loads(setup.arguments))

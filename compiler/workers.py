@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from . import boot
 from .graph import GraphSpec
 from .host import Host
 from .jobs import CompileTimeout, compile_limit
@@ -39,12 +40,7 @@ MEMORY = 2 * 2**30
 """Bytes of main memory, and of a GPU's, that one process may come to use."""
 
 _PACKAGE = __name__.removesuffix(".compiler.workers")
-_BOOT = (
-    "import importlib, sys, types; name, path = sys.argv[1:3]; sys.argv[1:] = []; "
-    "package = types.ModuleType(name); package.__path__ = [path]; sys.modules[name] = package; "
-    "importlib.import_module(name + '.compiler.worker').main()"
-)
-"""The package under its name here, which in ComfyUI is a folder's, without running what imports the host."""
+"""The name here, which in ComfyUI is a folder's."""
 
 
 class WorkerError(Exception):
@@ -55,8 +51,8 @@ class _Process:
     """One worker; used by one thread at a time."""
 
     def __init__(self, setup: Setup) -> None:
-        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", _BOOT, _PACKAGE, str(Path(__file__).resolve().parents[1])]
+        environment = boot.environment(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
+        command = boot.command(sys.executable, _PACKAGE, Path(__file__).resolve().parents[1], "compiler.worker")
         flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, creationflags=flags

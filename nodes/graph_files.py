@@ -11,7 +11,7 @@ from typing import Any
 import folder_paths
 
 from ..compiler.backends import BACKENDS, NAMES
-from ..compiler.files import write_whole
+from ..compiler.files import open_regular, write_whole
 from ..compiler.graph import CompiledGraph
 from ..compiler.graph_file import (
     SUFFIX,
@@ -22,7 +22,7 @@ from ..compiler.graph_file import (
     read_or_list,
     write_graphs,
 )
-from ..compiler.trust import Trust
+from ..compiler.trust import Trust, UnusableKey
 from . import messages, settings, sockets
 
 FOLDER = "compiled_graphs"
@@ -235,6 +235,8 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
         name = path.name
         data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
         write_whole(path, data)
+    except UnusableKey as error:
+        raise GraphFileError(f"{name} could not be written: {error}.") from None
     except OSError as error:
         raise GraphFileError(
             f"{name} could not be written ({error.strerror or error}): make room, or save to another folder."
@@ -245,7 +247,8 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
 def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:
     """Whether a file is sound and has just these graphs: a workflow that saves need not write a file each time."""
     try:
-        stored = {graph.key: graph for graph in read_graphs(path.read_bytes(), Trust())}
+        with open_regular(path) as file:
+            stored = {graph.key: graph for graph in read_graphs(file, Trust())}
     except (OSError, GraphFileError):
         return False
     return stored.keys() == {graph.key for graph in graphs} and not any(
@@ -267,7 +270,8 @@ def _read(name: str) -> tuple[list[StoredGraph], list[Entry], str]:
     if path is None:
         return [], [], f"{name} is not in models/{FOLDER}; compiled instead (Save Graph makes the file)."
     try:
-        graphs, listed = read_or_list(path.read_bytes(), Trust())
+        with open_regular(path) as file:
+            graphs, listed = read_or_list(file, Trust())
     except (OSError, GraphFileError) as error:
         return [], [], f"{name} cannot be used; compiled instead: {error}."
     told = f"{name} was not made on this machine, so its {len(listed)} graphs are compiled here instead."

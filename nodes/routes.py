@@ -6,7 +6,6 @@ Everything that takes longer than a moment is done on a thread of its own, so th
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..compiler import bounded_json
 from ..compiler.graph_file import GraphFileError
 from . import graph_files, messages
 from .reasons import explained
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 REGISTRY = "/compiled_graphs/registry"
 SAVE = "/compiled_graphs/save"
 DROP = "/compiled_graphs/drop"
+MAX_REQUEST = 2**16
+"""Bytes; three names are all that a request holds."""
 
 _FILE_NAME = re.compile(r"\w[\w .-]{0,99}")
 
@@ -83,19 +85,28 @@ async def _answer(request: web.Request, serve: Callable[[Any], str]) -> web.Resp
         # A page of another site can make a browser post a form here, but not JSON.
         if request.content_type != "application/json":
             raise Refused(400, "The request is not JSON: its content type is to be application/json.")
-        text = await asyncio.to_thread(serve, _parse(await request.text()))
+        text = await asyncio.to_thread(serve, _parse(await _body(request)))
     except Refused as reason:
         return web.json_response({"error": str(reason)}, status=reason.status)
     return web.json_response({"text": text})
 
 
-def _parse(text: str) -> Mapping[str, Any]:
+async def _body(request: web.Request) -> bytes:
+    data = b""
+    async for part in request.content.iter_chunked(MAX_REQUEST):
+        data += part
+        if len(data) > MAX_REQUEST:
+            raise Refused(413, f"The request has more than {MAX_REQUEST} bytes.")
+    return data
+
+
+def _parse(data: bytes) -> Mapping[str, Any]:
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
+        fields = bounded_json.parse(data)
+    except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise Refused(400, "The request is to be a JSON object.")
+        raise Refused(400, "The request is to be a JSON object in UTF-8.")
     return fields
 
 

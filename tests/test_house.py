@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "house.md"
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "execution", "folder_paths", "nodes", "server"}
-WITHOUT_TORCH = [f"compiler/backends/oneflow/{name}" for name in ("operators", "instances", "serve")]
+WITHOUT_TORCH = [f"compiler/backends/oneflow/{name}" for name in ("operators", "instances", "serve", "version")]
 
 
 @cache

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import json
 import os
 import random
 import re
@@ -17,6 +19,7 @@ from compiled_graphs.compiler.graph import GraphSpec
 from compiled_graphs.compiler.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
 from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
+from safetensors.numpy import save
 
 
 @pytest.fixture
@@ -34,6 +37,34 @@ def test_the_owner_can_trust_a_file(foreign, capsys):
     assert main(["trust", str(foreign)]) == 0
     assert "is trusted" in capsys.readouterr().out
     assert read_graphs(foreign.read_bytes(), Trust()) == []
+
+
+def test_trusting_repeats_no_escape_sequence(foreign, tmp_path, capsys):
+    named = tmp_path / "\x1b[2J.graph.safetensors"
+    named.write_bytes(foreign.read_bytes())
+    assert main(["trust", str(named)]) == 0
+    named.write_bytes(save({}, {"compiled_graphs": json.dumps({"format": "\x1b[2J\n\x9b"})}))
+    assert main(["trust", str(named)]) == 1
+    out, err = capsys.readouterr()
+    assert [text.count("?[2J") for text in (out, err)] == [1, 1]
+    assert not any(text.rstrip("\n").count(character) for text in (out, err) for character in "\x1b\x9b\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["trust", str(tmp_path / "pipe")]) == 1
+    assert "a pipe" in capsys.readouterr().err
+
+
+def test_a_stream_that_has_not_all_characters_is_no_error(foreign, tmp_path, monkeypatch):
+    named = tmp_path / "gr\u00fc\u00dfe\u2192.graph.safetensors"
+    named.write_bytes(foreign.read_bytes())
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["trust", str(named)]) == 0
+    stream.flush()
+    assert stream.buffer.getvalue().startswith(b"gr??e?.graph.safetensors, 0 graphs")
 
 
 @pytest.mark.parametrize("content", [None, b"no graphs"])
@@ -90,7 +121,7 @@ def spoil(store, tmp_path):
     data[-1] ^= 1
     path_of(store, "d").write_bytes(data)
     FolderStore(store.folder, Trust(tmp_path / "theirs")).put(graph("f" * 64, "Foreign"))
-    path_of(store, "n").write_bytes(path_of(store, "a").read_bytes())
+    path_of(store, "9").write_bytes(path_of(store, "a").read_bytes())
 
 
 def names(store):
@@ -107,7 +138,7 @@ def test_list_says_what_each_graph_is(store, capsys):
 
 def test_list_reads_whatever_lies_there_and_counts_as_no_use(store, tmp_path, capsys):
     spoil(store, tmp_path)
-    path_of(store, "x").write_bytes(b"no graph")
+    path_of(store, "8").write_bytes(b"no graph")
     before = store.entries()
     assert main(["store", "list"]) == 0
     out = capsys.readouterr().out
@@ -137,22 +168,25 @@ def test_verify_says_what_is_wrong_with_each_file(store, tmp_path, capsys):
     assert main(["store", "verify"]) == 1
     *lines, total = capsys.readouterr().out.splitlines()
     said = {line[0]: line for line in lines}
-    assert sorted(said) == ["d", "f", "n"]
+    assert sorted(said) == ["9", "d", "f"]
     assert "damaged" in said["d"]
     assert "not made on this machine" in said["f"]
-    assert "another graph than its name" in said["n"]
+    assert "another graph than its name" in said["9"]
     assert total.endswith("; 3 bad")
-    assert names(store) == "abdfn"
+    assert names(store) == "9abdf"
 
 
 def test_prune_removes_the_damaged_and_misnamed_and_leaves_the_foreign(store, tmp_path, capsys):
     spoil(store, tmp_path)
-    (store.folder / ".new.partial").write_bytes(b"half")
+    for writer, hours in (("store-dead", 2), ("store-living", 0), ("saved-dead", 2)):
+        path = store.folder / f".{writer}.compiled_graphs.partial"
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - 3600 * hours,) * 2)
     (store.folder / "zebra.txt").write_bytes(b"mine")
     assert main(["store", "prune"]) == 0
-    assert names(store) == "abfz"
+    assert names(store) == "..abfz"
     *lines, total = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[1][0] for line in lines) == [".", "d", "n"]
+    assert sorted(line.split()[1][0] for line in lines) == [".", "9", "d"]
     assert total.startswith("3 graphs, 6.0 MB, left")
 
 
@@ -194,11 +228,38 @@ def test_a_limit_that_is_no_number_removes_nothing(store, limit):
 def test_clear_removes_the_stores_files_and_nothing_else(store, capsys):
     with store.exclusive("a" * 64):
         pass
-    (store.folder / ".new.partial").write_bytes(b"half")
+    (store.folder / ".store-new.compiled_graphs.partial").write_bytes(b"half")
     (store.folder / "zebra.txt").write_bytes(b"mine")
     assert main(["store", "clear"]) == 0
     assert capsys.readouterr().out.startswith("2 graphs, 4.0 MB, removed from ")
     assert names(store) == "z"
+
+
+@pytest.mark.parametrize("action", [["prune", "--limit", "0"], ["clear"]])
+def test_what_save_graph_and_others_wrote_stays_where_the_store_is_there_too(store, action):
+    data = path_of(store, "a").read_bytes()
+    others = ["sdxl_00001_.graph.safetensors", "unet.graph.safetensors", "x.wanted.json", ".download.partial"]
+    for name in [*others, "damaged_00001_.graph.safetensors", "locks/apt.lock"]:
+        path = store.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data[: len(data) // 2] if "damaged" in name else data)
+        os.utime(path, (0, 0))
+    assert main(["store", *action]) == 0
+    left = sorted(path.name for path in store.folder.rglob("*") if path.is_file())
+    assert left == sorted([*others, "damaged_00001_.graph.safetensors", "apt.lock"])
+
+
+def test_verify_and_prune_say_one_line_for_each_file_that_costs_or_makes_no_sense(store, capsys):
+    data = path_of(store, "a").read_bytes()
+    begin = data.index(b'"signature":"') + len(b'"signature":"')
+    path_of(store, "1").write_bytes(data[:begin] + b"\\ud800" + data[begin + 6 :])
+    path_of(store, "2").write_bytes((2**22).to_bytes(8, "little") + b"[]," * 2**21)
+    path_of(store, "3").touch()
+    os.truncate(path_of(store, "3"), 6 * 2**30)
+    for action, status in (("list", 0), ("verify", 1), ("prune", 0)):
+        assert main(["store", action]) == status
+    assert names(store) == "ab"
+    assert len(capsys.readouterr().out.splitlines()) == 6 + 4 + 4
 
 
 def test_clear_says_what_it_could_not_remove(store, monkeypatch, capsys):

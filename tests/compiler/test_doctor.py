@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -248,7 +249,7 @@ def read_only(monkeypatch, folder):
 
 def test_a_key_that_is_there_is_counted_with_the_files_it_need_not_sign(around):
     Trust().sign(b"")
-    Trust().add(b"somebody else's file")
+    Trust().add(io.BytesIO(b"somebody else's file"))
     assert fact(around, "key file") == Fact("key file", f"{Trust().folder / 'key'}, 1 trusted files")
 
 

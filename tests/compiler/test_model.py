@@ -14,7 +14,7 @@ from compiled_graphs.compiler.dispatch import MAX_STRUCTURES
 from compiled_graphs.compiler.graph_file import StoredGraph, read_manifest, write_graphs
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.jobs import CompileJobs
-from compiled_graphs.compiler.model import CannotCallAhead
+from compiled_graphs.compiler.model import CannotCallAhead, CompiledModel
 from compiled_graphs.compiler.probe import FIRST
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
@@ -374,6 +374,17 @@ def test_another_network_of_blocks_of_the_same_code_is_asked_itself(network, tmp
         lambda notes: [notes[0] | {"structure": "["}],
         lambda notes: [notes[0] | {"inputs": []}],
         lambda notes: [notes[0] | {"inputs": [[[0, 1, 16], [True, True, False]]]}],
+        lambda notes: [notes[0] | {"inputs": [[[2, 1, 16], [True, True, False]]]}],
+        lambda notes: [notes[0] | {"inputs": [[[2, 3, 16], [1, 1, 0]]]}],
+        lambda notes: [notes[0] | {"inputs": [[[2, 3, "16"], [True, True, False]]]}],
+        lambda notes: [notes[0] | {"inputs": [5]}],
+        lambda notes: [notes[0] | {"inputs": 5}],
+        lambda notes: [notes[0] | {"region": 5}],
+        lambda notes: [notes[0] | {"fingerprint": ["a"]}],
+        lambda notes: [notes[0] | {"structure": "[" * 100_000}],
+        lambda notes: [notes[0] | {"structure": json.dumps([["list", [["int", 1]] * 100_000], []])}],
+        lambda notes: 5,
+        lambda notes: notes * 300,
     ],
 )
 def test_a_note_that_makes_no_sense_is_made_anew(damage, tmp_path):
@@ -381,17 +392,55 @@ def test_a_note_that_makes_no_sense_is_made_anew(damage, tmp_path):
     prepared_in_a_new_process(tmp_path, asked, transformer())
     (note,) = tmp_path.glob("*.wanted.json")
     whole = note.read_bytes()
-    note.write_text(json.dumps(damage(json.loads(whole))))
+    edit_note(tmp_path, damage)
     compiled = prepared_in_a_new_process(tmp_path, asked, transformer())
     assert (asked.times, compiled.counters.from_disk) == (4, 1)
     assert note.read_bytes() == whole
 
 
+def edit_note(folder, edit):
+    """Write the only note of a store anew, as this machine would."""
+    (path,) = folder.glob("*.wanted.json")
+    store, name = FolderStore(folder), path.name.removesuffix(".wanted.json")
+    store.put_note(name, json.dumps(edit(json.loads(store.note(name)))).encode())
+
+
+def test_a_note_that_somebody_else_wrote_is_made_anew(tmp_path):
+    asked = Asked()
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    (note,) = tmp_path.glob("*.wanted.json")
+    whole = note.read_bytes()
+    (wanted,) = json.loads(json.loads(whole)["note"])
+    fixed = wanted | {"inputs": [[hints, [False] * len(hints)] for hints, _ in wanted["inputs"]]}
+    for forged in ([fixed], [wanted], {"note": json.dumps([fixed]), "signature": json.loads(whole)["signature"]}):
+        note.write_text(json.dumps(forged))
+        asked.times = 0
+        compiled = prepared_in_a_new_process(tmp_path, asked, transformer())
+        assert (asked.times, compiled.counters.from_disk) == (2, 1)
+        assert note.read_bytes() == whole
+
+
+def other_structures(notes, count):
+    """The same block, called with a number more, another one each time."""
+    ((outline, *rest),) = [json.loads(notes[0]["structure"])]
+    texts = [json.dumps([[*outline[:1], [*outline[1], [["str", "n"], ["int", n]]]], *rest]) for n in range(count)]
+    return [notes[0] | {"structure": text} for text in texts]
+
+
+@pytest.mark.parametrize(("count", "asks"), [(MAX_STRUCTURES, 2), (MAX_STRUCTURES + 1, 4), (300, 4)])
+def test_a_note_of_more_graphs_than_a_block_may_have_is_made_anew(tmp_path, monkeypatch, count, asks):
+    asked = Asked()
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    edit_note(tmp_path, lambda notes: other_structures(notes, count))
+    monkeypatch.setattr(CompiledModel, "_provide_all", lambda model, variants: [])  # what is wanted is the question
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    assert asked.times == asks
+
+
 def test_a_note_of_blocks_that_the_model_has_not_is_no_harm(tmp_path):
     asked, network = Asked(), transformer()
     prepared_in_a_new_process(tmp_path, asked, transformer())
-    (note,) = tmp_path.glob("*.wanted.json")
-    note.write_text(json.dumps([json.loads(note.read_bytes())[0] | {"fingerprint": "another"}]))
+    edit_note(tmp_path, lambda notes: [notes[0] | {"fingerprint": "another"}])
     (x,) = network.inputs(sizes())
     expected = network(x)
     assert prepared_in_a_new_process(tmp_path, asked, network).summary().waiting == 1

@@ -322,6 +322,37 @@ def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
     assert list(compiled.counters.eager_calls) == [entry.retired]
 
 
+def test_a_graph_that_is_discarded_is_compiled_again_here_and_in_the_next_process(tmp_path, caplog):
+    registry = Registry(FolderStore(tmp_path))
+    told = []
+    entry, _ = obtain(registry, transformer())
+    registry.on_change = lambda: told.append(None)
+    registry.discard(entry.graph.key)
+    assert (len(told), list(tmp_path.glob("*.safetensors"))) == (1, [])
+    assert obtain(Registry(FolderStore(tmp_path)), transformer())[1] == "compiled"
+    other, source = obtain(registry, transformer())
+    assert (source, other is entry) == ("disk", False)
+    registry.discard(entry.graph.key)
+    assert obtain(registry, transformer())[1] == "compiled"
+    assert said(caplog) == []
+
+
+def test_a_graph_that_is_in_memory_alone_is_discarded_as_well(registry):
+    entry, _ = obtain(registry, transformer())
+    registry.discard(entry.graph.key)
+    registry.discard(entry.graph.key)
+    assert obtain(registry, transformer())[1] == "compiled"
+
+
+def test_a_graph_that_stays_on_disk_is_named(tmp_path, monkeypatch, caplog):
+    registry = Registry(FolderStore(tmp_path))
+    entry, _ = obtain(registry, transformer())
+    monkeypatch.setattr(registry.store, "discard", lambda key: False)
+    registry.discard(entry.graph.key)
+    (message,) = said(caplog)
+    assert entry.graph.key in message
+
+
 def test_models_of_an_unknown_workflow_are_none(registry):
     compiled = used(registry, transformer())
     assert registry.models("nowhere") is None

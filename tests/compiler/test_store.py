@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
+import json
 import os
 import pickle
 import random
@@ -40,7 +42,7 @@ SPEC = GraphSpec(
     outputs=(True, False),
     tree="[1, {}]",
 )
-GRAPH = StoredGraph("0123abcd", "ab", "[]", "eager", {"torch": "2.13"}, SPEC, bytes(range(256)) * 3)
+GRAPH = StoredGraph("0123abcd" * 8, "ab", "[]", "eager", {"torch": "2.13"}, SPEC, bytes(range(256)) * 3)
 
 
 @pytest.fixture
@@ -64,18 +66,32 @@ def fail_with(error):
     return fail
 
 
-def graph(key, size=1000):
+def key(word):
+    """A key that is the same for the same word."""
+    return hashlib.sha256(word.encode()).hexdigest()
+
+
+WORDS = ["a", "b", "c", "d", "last", "large", "middle", "new", "newer", "newest", "next", "old", "older", "oldest"]
+WORD = {key(word): word for word in [*WORDS, "open", "small", "unused", "used", "vanished"]}
+
+
+def graph(word, size=1000):
     """A graph whose file is larger by its size: noise, which does not compress."""
-    return dataclasses.replace(GRAPH, key=key, executable=random.Random(key).randbytes(size))
+    return dataclasses.replace(GRAPH, key=key(word), executable=random.Random(word).randbytes(size))
+
+
+def file_name(word):
+    return f"{key(word)}.graph.safetensors"
 
 
 def keys(store):
-    return [entry.name.split(".")[0] for entry in sorted(store.entries(), key=lambda entry: entry.name)]
+    """The words whose graphs a store has, in order."""
+    return sorted(WORD[entry.name.split(".")[0]] for entry in store.entries())
 
 
-def last_used(store, key, seconds_ago):
+def last_used(store, word, seconds_ago):
     then = time.time() - seconds_ago
-    os.utime(store.folder / f"{key}.graph.safetensors", (then, then))
+    os.utime(store.folder / file_name(word), (then, then))
 
 
 @contextmanager
@@ -97,15 +113,15 @@ def test_a_graph_comes_back_as_it_was_put(store):
 
 
 def test_a_graph_that_was_never_put_is_absent_without_a_word(store, caplog):
-    assert store.get("absent") is None
+    assert store.get(key("absent")) is None
     assert said(caplog) == []
 
 
 def test_graphs_do_not_get_in_each_others_way(store):
-    other = dataclasses.replace(GRAPH, key="other", executable=b"other")
+    other = dataclasses.replace(GRAPH, key=key("other"), executable=b"other")
     store.put(GRAPH)
     store.put(other)
-    assert (store.get(GRAPH.key), store.get("other")) == (GRAPH, other)
+    assert (store.get(GRAPH.key), store.get(key("other"))) == (GRAPH, other)
 
 
 def test_a_graph_put_again_replaces_the_old_one(store):
@@ -239,7 +255,7 @@ def test_an_executable_that_cannot_be_loaded_is_compiled_again(store):
     assert (again.counters.compiles, again.counters.from_disk) == (1, 0)
 
 
-@pytest.mark.parametrize("change", [{"key": "another"}, {"backend": "inductor"}])
+@pytest.mark.parametrize("change", [{"key": key("another")}, {"backend": "inductor"}])
 def test_a_file_that_holds_another_graph_than_its_name_says_is_not_used(store, change):
     network = transformer()
     compile_network(network, Registry(store))
@@ -270,9 +286,9 @@ def test_without_a_store_nothing_is_written(tmp_path, monkeypatch):
 
 
 def test_the_least_recently_used_graphs_go_first(store):
-    for age, key in enumerate(["newest", "middle", "oldest"]):
-        store.put(graph(key))
-        last_used(store, key, 100 * age + 100)
+    for age, word in enumerate(["newest", "middle", "oldest"]):
+        store.put(graph(word))
+        last_used(store, word, 100 * age + 100)
     size = only_size(store)
     store.limit = 3 * size
     store.put(graph("next"))
@@ -283,18 +299,18 @@ def test_the_least_recently_used_graphs_go_first(store):
 
 
 def test_a_get_keeps_a_graph_alive(store):
-    for age, key in enumerate(["unused", "used"]):
-        store.put(graph(key))
-        last_used(store, key, 100 * age + 100)
+    for age, word in enumerate(["unused", "used"]):
+        store.put(graph(word))
+        last_used(store, word, 100 * age + 100)
     store.limit = 2 * only_size(store)
-    assert store.get("used")
+    assert store.get(key("used"))
     store.put(graph("next"))
     assert keys(store) == ["next", "used"]
 
 
 def test_within_the_limit_nothing_goes(store):
-    for key in ("a", "b", "c"):
-        store.put(graph(key))
+    for word in ("a", "b", "c"):
+        store.put(graph(word))
     store.limit = sum(entry.size for entry in store.entries())
     store.put(graph("c"))
     assert keys(store) == ["a", "b", "c"]
@@ -305,7 +321,7 @@ def test_the_graph_just_written_stays_though_it_is_larger_than_the_limit(store, 
     small = FolderStore(store.folder, limit=10)
     assert small.put(graph("large", 100_000)) is True
     assert keys(store) == ["large"]
-    assert store.get("large") == graph("large", 100_000)
+    assert store.get(key("large")) == graph("large", 100_000)
 
 
 def test_only_graph_files_count_and_go(store):
@@ -317,19 +333,19 @@ def test_only_graph_files_count_and_go(store):
     assert keys(store) == ["new"]
     assert {path.name for path in store.folder.iterdir()} == {
         "folder.graph.safetensors",
-        "new.graph.safetensors",
+        file_name("new"),
         "notes.txt",
     }
 
 
 def test_a_file_that_cannot_be_removed_is_passed_over(store, monkeypatch, caplog):
-    for age, key in enumerate(["newer", "older", "open"]):
-        store.put(graph(key))
-        last_used(store, key, 100 * age + 100)
+    for age, word in enumerate(["newer", "older", "open"]):
+        store.put(graph(word))
+        last_used(store, word, 100 * age + 100)
     unlink = Path.unlink
 
     def windows_unlink(path, missing_ok=False):
-        if path.name.startswith("open"):
+        if path.name == file_name("open"):
             raise PermissionError(errno.EACCES, "The process cannot access the file")
         unlink(path, missing_ok)
 
@@ -341,11 +357,11 @@ def test_a_file_that_cannot_be_removed_is_passed_over(store, monkeypatch, caplog
 
 
 def test_a_file_that_vanished_meanwhile_counts_as_gone(store, monkeypatch, caplog):
-    for age, key in enumerate(["newer", "older", "vanished"]):
-        store.put(graph(key))
-        last_used(store, key, 100 * age + 100)
+    for age, word in enumerate(["newer", "older", "vanished"]):
+        store.put(graph(word))
+        last_used(store, word, 100 * age + 100)
     listed = store.entries()
-    (store.folder / "vanished.graph.safetensors").unlink()
+    (store.folder / file_name("vanished")).unlink()
     monkeypatch.setattr(store, "_list", lambda: listed)
     store.shrink(2 * listed[0].size)
     monkeypatch.undo()
@@ -382,18 +398,21 @@ def test_the_limit_is_in_gigabytes_and_nonsense_is_ten(monkeypatch, tmp_path, te
 
 def test_partial_files_of_the_dead_are_swept_and_those_of_the_living_stay(store):
     store.put(graph("a"))
-    for name, minutes in ((".dead.partial", 61), (".living.partial", 59), ("mine.partial", 61), (".mine", 61)):
+    end = ".compiled_graphs.partial"
+    left = {f".store-dead{end}": 61, f".store-living{end}": 59, f".saved-dead{end}": 61, ".download.partial": 61}
+    for name, minutes in left.items():
         path = store.folder / name
         path.write_bytes(b"half")
         then = time.time() - 60 * minutes
         os.utime(path, (then, then))
     store.put(graph("b"))
-    assert files(store) == [".living.partial", ".mine", "a.graph.safetensors", "b.graph.safetensors", "mine.partial"]
+    del left[f".store-dead{end}"]
+    assert files(store) == sorted([*left, file_name("a"), file_name("b")])
 
 
 def test_partial_files_are_not_graphs(store):
     store.put(graph("a"))
-    (store.folder / ".half.graph.safetensors").write_bytes(b"half")
+    (store.folder / f".{file_name('b')}").write_bytes(b"half")
     assert keys(store) == ["a"]
 
 
@@ -402,42 +421,213 @@ def test_entries_say_name_size_and_last_use(store):
     before = time.time() - 1
     store.put(graph("a"))
     (entry,) = store.entries()
-    assert entry.name == "a.graph.safetensors"
-    assert entry.size == len(store.read(entry.name)) == only_file(store).stat().st_size
+    assert entry.name == file_name("a")
+    with store.open(entry.name) as file:
+        assert entry.size == len(file.read()) == only_file(store).stat().st_size
     assert before <= entry.used <= time.time() + 1
     assert store.remove(entry.name) is True
     assert store.entries() == []
 
 
 def test_notes_come_back_and_are_no_graphs(store):
-    assert store.note("a") is None
-    store.put_note("a", b"[1]")
-    store.put_note("a", b"[2]")
-    assert store.note("a") == b"[2]"
+    assert store.note(key("a")) is None
+    store.put_note(key("a"), b"[1]")
+    store.put_note(key("a"), b"[2]")
+    assert store.note(key("a")) == b"[2]"
     assert store.entries() == []
     assert store.keys() == set()
     store.shrink(0)
-    assert store.note("a") == b"[2]"
+    assert store.note(key("a")) == b"[2]"
 
 
 def test_notes_that_cannot_be_written_or_read_are_no_notes(store, monkeypatch):
-    store.put_note("a", b"[1]")
-    (store.folder / "b.wanted.json").mkdir()
-    assert store.note("b") is None
-    store.put_note("b", b"[2]")
-    monkeypatch.setattr(FolderStore, "read", fail_with(PermissionError(13, "Permission denied")))
-    assert store.note("a") is None
+    store.put_note(key("a"), b"[1]")
+    (store.folder / f"{key('b')}.wanted.json").mkdir()
+    assert store.note(key("b")) is None
+    store.put_note(key("b"), b"[2]")
+    monkeypatch.setattr(FolderStore, "open", fail_with(PermissionError(13, "Permission denied")))
+    assert store.note(key("a")) is None
+
+
+def note_path(store, word="a"):
+    return store.folder / f"{key(word)}.wanted.json"
+
+
+def test_a_note_that_another_machine_wrote_is_none_and_that_is_said(store, tmp_path, caplog):
+    FolderStore(store.folder, Trust(tmp_path / "elsewhere")).put_note(key("a"), b"[1]")
+    assert store.note(key("a")) is None
+    (message,) = said(caplog)
+    assert "not made on this machine" in message
+    store.put_note(key("a"), b"[2]")
+    assert store.note(key("a")) == b"[2]"
+
+
+def test_a_note_under_another_name_is_none(store):
+    store.put_note(key("a"), b"[1]")
+    note_path(store, "b").write_bytes(note_path(store).read_bytes())
+    assert store.note(key("b")) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[1]",
+        b"{}",
+        b"\xff",
+        b"[" * 100_000,
+        b" " * (2**20 + 1),
+        b'{"note": 5, "signature": ""}',
+        b'{"note": "[]", "signature": "\\ud800"}',
+        b'{"note": "\\ud800", "signature": ""}',
+        b'{"note": "[]", "signature": null}',
+    ],
+    ids=lambda data: repr(data[:30]),
+)
+def test_what_is_no_note_is_said_in_one_sentence(store, caplog, data):
+    store.folder.mkdir()
+    note_path(store).write_bytes(data)
+    assert store.note(key("a")) is None
+    (message,) = said(caplog)
+    assert "is made again" in message
+    assert len(message) < 300
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(store, caplog):
+    store.folder.mkdir()
+    os.mkfifo(store.folder / file_name("a"))
+    os.mkfifo(note_path(store))
+    assert (store.get(key("a")), store.note(key("a"))) == (None, None)
+    assert ["a pipe" in message for message in said(caplog)] == [True, True]
+    assert store.entries() == []
+    assert store.put(graph("a"))
+    assert store.get(key("a")) == graph("a")
+
+
+def test_a_giant_in_the_place_of_a_file_is_one_sentence_and_replaced(store, caplog):
+    store.folder.mkdir()
+    for path in (store.folder / file_name("a"), note_path(store)):
+        path.touch()
+        os.truncate(path, 6 * 2**30)
+    assert (store.get(key("a")), store.note(key("a"))) == (None, None)
+    assert len(said(caplog)) == 2
+    assert store.put(graph("a"))
+    assert store.get(key("a")) == graph("a")
+
+
+def header_with(data, **texts):
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] |= texts
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+@pytest.mark.parametrize("name", ["signature", "compiled_graphs"])
+def test_a_region_whose_file_holds_half_a_character_is_compiled_again_and_the_file_mended(store, name):
+    network = transformer()
+    compile_network(network, Registry(store))
+    path = only_file(store)
+    path.write_bytes(header_with(path.read_bytes(), **{name: "\ud800"}))
+    again = compile_network(network, Registry(store))
+    assert (again.counters.compiles, again.counters.from_disk, dict(again.counters.eager_calls)) == (1, 0, {})
+    assert compile_network(network, Registry(store)).counters.from_disk == 1
+
+
+def test_a_graph_that_is_discarded_is_gone(store):
+    store.put(graph("a"))
+    store.put(graph("b"))
+    assert [store.discard(key(word)) for word in ("a", "a")] == [True, True]
+    assert keys(store) == ["b"]
+
+
+OTHERS = [
+    "sdxl_00001_.graph.safetensors",
+    "unet.graph.safetensors",
+    "0123abcd.graph.safetensors",
+    f"{'A' * 64}.graph.safetensors",
+    f"{'g' * 64}.graph.safetensors",
+    f"{'0' * 65}.graph.safetensors",
+    f"{'0' * 64}.safetensors",
+    f"x{'0' * 64}.graph.safetensors",
+    f"{'0' * 64}.graph.safetensors.bak",
+    f"{'0' * 64}.json",
+    "model.wanted.json",
+    "mine.wanted.json",
+    ".download.partial",
+    ".abcd1234.partial",
+    ".saved-abcd1234.compiled_graphs.partial",
+    "locks/00.lock",
+    "locks/apt.lock",
+    "compiled_graphs.locks/apt.lock",
+    "compiled_graphs.locks/000.lock",
+    "notes.txt",
+]
+
+
+def filled(store):
+    """Fill the store's folder with what others wrote; return the paths."""
+    data = write_graphs([GRAPH], Trust())
+    paths = [store.folder / name for name in OTHERS]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        os.utime(path, (0, 0))
+    return paths
+
+
+def test_what_others_wrote_in_the_stores_folder_is_no_part_of_it_and_stays(store):
+    others = filled(store)
+    store.limit = 0
+    for word in ("a", "b"):
+        with store.exclusive(key(word)):
+            assert store.put(graph(word))
+            store.put_note(key(word), b"[]")
+    assert keys(store) == ["b"]
+    assert store.keys() == {key("b")}
+    assert [entry.name for entry in store.shrink(0)] == [file_name("b")]
+    assert store.sweep(age=0) == []
+    assert [store.remove(name) for name in OTHERS] == [False] * len(OTHERS)
+    store.put(graph("a"))
+    store.clear()
+    assert sorted(path for path in store.folder.rglob("*") if path.is_file()) == sorted(others)
+
+
+@pytest.mark.parametrize("name", ["../a", "a", "", "A" * 64, "0" * 63, "0" * 64 + "\n", "\x1b" + "0" * 63])
+def test_a_key_that_is_none_names_no_file(store, name, caplog):
+    store.folder.mkdir()
+    assert store.put(dataclasses.replace(GRAPH, key=name)) is False
+    assert store.get(name) is None
+    assert store.discard(name) is False
+    store.put_note(name, b"[]")
+    assert store.note(name) is None
+    assert list(store.folder.parent.rglob("*.*")) == []
+    assert all(message.isprintable() for message in said(caplog))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps permissions elsewhere")
+def test_a_key_that_others_can_read_is_said_and_no_graph_is_loaded_or_kept(store, caplog):
+    store.put(GRAPH)
+    (Trust().folder / "key").chmod(0o644)
+    again = FolderStore(store.folder)
+    assert again.get(GRAPH.key) is None
+    assert again.put(graph("a")) is False
+    assert again.note(key("a")) is None
+    again.put_note(key("a"), b"[]")
+    assert ["chmod 600" in message for message in said(caplog)] == [True, True]
+    assert files(store) == [f"{GRAPH.key}.graph.safetensors"]
 
 
 def test_clear_removes_what_the_store_wrote_and_nothing_else(store):
     store.put(graph("a"))
-    store.put_note("a", b"[]")
-    with store.exclusive("a"):
+    store.put_note(key("a"), b"[]")
+    with store.exclusive(key("a")):
         pass
-    (store.folder / ".new.partial").write_bytes(b"half")
+    (store.folder / ".store-new.compiled_graphs.partial").write_bytes(b"half")
     (store.folder / "notes.txt").write_bytes(b"mine")
     (store.folder / "mine").mkdir()
-    assert [entry.name for entry in store.clear()] == ["a.graph.safetensors"]
+    assert [entry.name for entry in store.clear()] == [file_name("a")]
     assert sorted(path.name for path in store.folder.iterdir()) == ["mine", "notes.txt"]
 
 
@@ -531,7 +721,7 @@ def test_there_are_no_more_locks_than_pairs_of_characters(store):
     for number in range(600):
         with store.exclusive(f"{number % 256:02x}{number:062x}"):
             pass
-    assert len(list((store.folder / "locks").iterdir())) <= 256
+    assert len(list((store.folder / store_module.LOCKS).iterdir())) <= 256
 
 
 def test_an_error_inside_goes_out_and_frees_the_lock(store, monkeypatch, caplog):
@@ -628,8 +818,7 @@ def test_a_graph_comes_back_from_a_url(drivers, url, caplog):
     assert store.put(GRAPH) is True
     assert store.get(GRAPH.key) == GRAPH
     assert UrlStore(url).get(GRAPH.key) == GRAPH
-    assert keys(store) == [GRAPH.key]
-    assert store.read(store.entries()[0].name)
+    assert store.keys() == {GRAPH.key}
     with store.exclusive(GRAPH.key), store.exclusive(GRAPH.key):
         pass
     assert [entry.name for entry in store.clear()] == [f"{GRAPH.key}.graph.safetensors"]
@@ -638,9 +827,30 @@ def test_a_graph_comes_back_from_a_url(drivers, url, caplog):
 
 
 def test_notes_come_back_from_a_url(drivers):
-    UrlStore("memory://graphs").put_note("a", b"[1]")
-    assert UrlStore("memory://graphs").note("a") == b"[1]"
-    assert UrlStore("memory://graphs").note("b") is None
+    UrlStore("memory://graphs").put_note(key("a"), b"[1]")
+    assert UrlStore("memory://graphs").note(key("a")) == b"[1]"
+    assert UrlStore("memory://graphs").note(key("b")) is None
+
+
+def test_a_giant_at_a_url_is_one_sentence(drivers, caplog, monkeypatch):
+    store = UrlStore("memory://graphs")
+    store.put(GRAPH)
+    monkeypatch.setattr(store_module, "MAX_FILE", 100)
+    assert store.get(GRAPH.key) is None
+    (message,) = said(caplog)
+    assert "more than 100 bytes" in message
+
+
+def test_what_others_wrote_at_a_url_stays(drivers):
+    store, files = UrlStore("memory://graphs", limit=0), MemoryFileSystem()
+    others = [name for name in OTHERS if "/" not in name]
+    for name in others:
+        files.pipe_file(f"graphs/{name}", b"theirs")
+    store.put(graph("a"))
+    store.put_note(key("a"), b"[]")
+    assert keys(store) == ["a"]
+    store.clear()
+    assert sorted(path.rsplit("/", 1)[1] for path in files.ls("graphs", detail=False)) == sorted(others)
 
 
 def test_a_restart_with_the_same_url_compiles_nothing(drivers):
@@ -653,10 +863,10 @@ def test_a_restart_with_the_same_url_compiles_nothing(drivers):
 @pytest.mark.parametrize("url", ["memory://graphs", "s3://bucket/graphs"])
 def test_at_a_url_the_graphs_written_first_go_first(drivers, url):
     store = UrlStore(url)
-    for key in ("c", "a", "b"):
-        store.put(graph(key))
+    for word in ("c", "a", "b"):
+        store.put(graph(word))
         time.sleep(0.002)
-    assert store.get("c")
+    assert store.get(key("c"))
     store.limit = 3 * only_size(store)
     store.put(graph("d"))
     assert keys(store) == ["a", "b", "d"]
@@ -668,7 +878,7 @@ def test_at_a_url_the_graphs_written_first_go_first(drivers, url):
 def test_what_another_worker_wrote_counts(drivers):
     mine, theirs = UrlStore("s3://bucket/graphs"), UrlStore("s3://bucket/graphs")
     mine.put(graph("a"))
-    Bucket(skip_instance_cache=True).pipe_file("bucket/graphs/b.graph.safetensors", b"theirs")
+    Bucket(skip_instance_cache=True).pipe_file(f"bucket/graphs/{file_name('b')}", b"theirs")
     assert keys(mine) == keys(theirs) == ["a", "b"]
 
 
@@ -695,7 +905,7 @@ def test_a_file_system_that_fails_in_its_own_way_is_an_empty_one(drivers, caplog
     (message,) = said(caplog)
     assert "the endpoint cannot be reached" in message
     assert url in message
-    assert store.remove("graph") is False
+    assert store.remove(file_name("a")) is False
     with store.exclusive(GRAPH.key):
         pass
     with pytest.raises(OSError, match="the endpoint cannot be reached"):
@@ -713,9 +923,9 @@ def test_a_place_that_keeps_one_waiting_is_left_alone_for_a_while(drivers, monke
     monkeypatch.setattr(Unreachable, "cat_file", fail_slowly)
     monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
     store = UrlStore("unreachable://graphs")
-    assert [store.get("one"), store.get("two"), len(asked)] == [None, None, 1]
+    assert [store.get(key("one")), store.get(key("two")), len(asked)] == [None, None, 1]
     now[0] += store_module.PAUSE
-    assert [store.get("three"), len(asked)] == [None, 2]
+    assert [store.get(key("three")), len(asked)] == [None, 2]
 
 
 def test_with_an_unreachable_store_the_graph_still_serves_this_session(drivers):

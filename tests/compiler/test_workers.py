@@ -152,6 +152,29 @@ def test_idle_processes_end(variant, monkeypatch):
     assert not workers.are_warm
 
 
+def test_nothing_is_imported_from_the_directory_that_the_host_was_started_from(variant, tmp_path, monkeypatch):
+    ground = traps(tmp_path)
+    monkeypatch.chdir(ground)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", os.environ.get("PYTHONPATH", "")]))
+    workers = Workers(lambda backend, device: replace(setup(backend, device), sys_path=("", ".", *sys.path)), Host(), 1)
+    assert workers.compile(variant, "eager")
+    workers.stop()
+    assert (ground / "imported").exists() is False
+
+
+def traps(folder):
+    """A folder with a module of every name that a process could ask for; each of them takes down that it was run."""
+    names = sys.stdlib_module_names | {"torch", "numpy", "sympy", "start", "worker", "compiler", "compiled_graphs"}
+    for name in names:
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write('{name} ')\n")
+    return folder
+
+
+def test_a_trap_springs(tmp_path):
+    subprocess.run([sys.executable, "-c", "import this"], cwd=traps(tmp_path), check=True)
+    assert "this" in (tmp_path / "imported").read_text()
+
+
 def test_a_process_ends_with_the_one_that_began_it():
     code = (
         "import sys, time, torch; from compiled_graphs.compiler.workers import Workers\n"

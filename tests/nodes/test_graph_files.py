@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 
@@ -185,4 +186,41 @@ def test_a_damaged_file_is_named_and_the_image_still_comes(server, saving, loadi
     outputs = server.run(loading(broken.name, seed=5))
     assert outputs["2"]["text"][0].startswith(f"{broken.name} ")
     assert "compiled" in outputs["2"]["text"][0]
+    assert outputs["8"]["images"]
+
+
+def forge(data, how, path):
+    """Write a file as a stranger could, to cost time or to break what reads it."""
+    metadata, rest = read_header(data)
+    if how == "a pipe":
+        os.mkfifo(path)
+        return
+    if how == "half a character":
+        metadata["signature"] = "\ud800"
+    if how == "numbers for lists":
+        manifest = json.loads(metadata["compiled_graphs"])
+        for item in manifest["graphs"][0]["spec"]["inputs"]:
+            item |= {"hints": 5, "symbolic": 5}
+        metadata["compiled_graphs"] = json.dumps(manifest)
+    path.write_bytes(write_header(metadata, rest) if how != "lists" else (2**22).to_bytes(8, "little") + b"[]," * 2**21)
+    if how == "a giant":
+        path.write_bytes(b"")
+        os.truncate(path, 6 * 2**30)
+
+
+@pytest.mark.parametrize("how", ["half a character", "numbers for lists", "lists", "a giant", "a pipe"])
+def test_a_forged_file_is_named_in_one_sentence_and_the_image_still_comes(server, saving, loading, graph_files, how):
+    if how == "a pipe" and not hasattr(os, "mkfifo"):
+        pytest.skip("no pipes with names")
+    name = saved_name(server.run(saving(seed=31))["9"]["text"][0])
+    forged = graph_files / f"{how}.graph.safetensors"
+    forge((graph_files / name).read_bytes(), how, forged)
+    try:
+        outputs = server.run(loading(forged.name, seed=31))
+    finally:
+        forged.unlink()
+    first, *others = outputs["2"]["text"][0].splitlines()
+    assert first.startswith(f"{forged.name} ")
+    assert "compiled instead" in first
+    assert len(others) == 2
     assert outputs["8"]["images"]

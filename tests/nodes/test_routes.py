@@ -64,7 +64,15 @@ def graphs(server):
 NAMED = {"workflow": ID, "role": ROLE, "name": "graphs"}
 REFUSED = {
     "no JSON": ("drop", b"{", 400, "JSON object"),
-    "nested too deep": ("drop", b"[" * 100_000, 400, "JSON object"),
+    "nested too deep": ("drop", b"[" * 50_000, 400, "JSON object"),
+    "no UTF-8": ("drop", b'{"workflow": "\xff\xfe"}', 400, "JSON object in UTF-8"),
+    "UTF-16": ("drop", json.dumps({"workflow": "a"}).encode("utf-16"), 400, "JSON object in UTF-8"),
+    "a mark of the order of bytes": ("drop", b"\xef\xbb\xbf{}", 400, "JSON object in UTF-8"),
+    "a number of many digits": ("drop", b'{"workflow": ' + b"1" * 60_000 + b"}", 400, "JSON object"),
+    "no number": ("drop", b'{"workflow": NaN}', 400, "JSON object"),
+    "half a character": ("drop", b'{"workflow": "\\ud800"}', 404, "no workflow"),
+    "a giant": ("save", b" " * (2**16 + 1), 413, "more than 65536 bytes"),
+    "nothing": ("save", b"", 400, "JSON object"),
     "a list": ("save", [], 400, "JSON object"),
     "no workflow": ("drop", {}, 400, "lacks 'workflow'"),
     "a number for a workflow": ("drop", {"workflow": 3}, 400, "lacks 'workflow'"),
@@ -87,6 +95,9 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(server, workflow):
         found, sentence = post(server, action, body)
         assert (found, words in sentence, sentence.endswith(".")) == (status, True, True), (name, found, sentence)
     assert post(server, "drop", {"workflow": ID}, "text/plain")[0] == 400, "another site's page can post that"
+    for charset in ("utf-16", "nonsense", "idna", '"'):
+        status, sentence = post(server, "drop", {"workflow": "nowhere"}, f"application/json; charset={charset}")
+        assert (status, "no workflow 'nowhere'" in sentence) == (404, True), "JSON is UTF-8, whatever a header says"
     assert len(graphs(server)) == 3
     assert saved(server) == files
 

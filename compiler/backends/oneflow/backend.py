@@ -20,20 +20,17 @@ from typing import Any, Protocol
 
 import torch
 
+from ... import boot
 from ...graph import GraphSpec
 from ...trace import ExportedRegion
 from .instances import Instances, memory_limit, pack
 from .program import portable
-from .worker_process import WorkerProcess
+from .worker_process import PACKAGE, WorkerProcess
 
 PYTHON = "COMPILED_GRAPHS_ONEFLOW_PYTHON"
 """Environment variable: a Python that has OneFlow, if this one has not."""
 NEWEST_MAJOR_OF_0_9 = 8
 """Compute capability, major, that OneFlow 0.9.0's packages have code for; they bring none to translate."""
-_PROBE = (
-    "import oneflow, json; c = oneflow.cuda.is_available(); "
-    "print(json.dumps([oneflow.__version__, oneflow.cuda.get_device_capability() if c else None]))"
-)
 
 
 class Engine(Protocol):
@@ -242,11 +239,11 @@ class Found:
 @lru_cache
 def probe(python: str) -> Found:
     """Ask a Python about its OneFlow, once: that takes a second."""
-    environment = os.environ | {"GLOG_minloglevel": "2"} | ({} if python == sys.executable else {"PYTHONPATH": ""})
+    own = {} if python == sys.executable else {"PYTHONPATH": ""}
+    environment = boot.environment(GLOG_minloglevel="2", **own)
+    command = boot.command(python, PACKAGE, Path(__file__).resolve().parent, "version")
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE], capture_output=True, text=True, timeout=120, env=environment, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         return Found(error=getattr(error, "strerror", None) or "it does not answer")
     if done.returncode:

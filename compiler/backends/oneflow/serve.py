@@ -79,11 +79,11 @@ def receive(source: BinaryIO) -> tuple[dict[str, Any], bytes]:
     return json.loads(text), data
 
 
-def main(device: str, descriptor: int) -> None:
-    """Serve one device until standard input ends."""
+def main(device: str, descriptor: str) -> None:
+    """Serve one device until standard input ends. `descriptor` is a number, as a command line has it."""
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not print between messages
-    arena = Arena(descriptor)
+    arena = Arena(int(descriptor))
     instances = Instances(device, memory_limit(), on_unused=arena.release)
     while True:
         try:

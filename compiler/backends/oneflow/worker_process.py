@@ -14,17 +14,14 @@ from typing import Any
 
 import torch
 
+from ... import boot
 from ...jobs import CompileTimeout, compile_limit
 from .serve import Arena, places, receive, send
 
 PATIENCE = 30.0
 """Seconds that a call of sizes known to it may take at least, before OneFlow's process is taken to hang."""
-_BOOT = (
-    "import importlib, sys, types; path, device, descriptor = sys.argv[1:]; "
-    "package = types.ModuleType('oneflow_side'); package.__path__ = [path]; sys.modules['oneflow_side'] = package; "
-    "importlib.import_module('oneflow_side.serve').main(device, int(descriptor))"
-)
-"""Imports this folder's modules without the packages around it, which import torch."""
+PACKAGE = "oneflow_side"
+"""The name of this folder there: the packages around it import torch."""
 
 
 class OneFlowError(RuntimeError):
@@ -137,9 +134,9 @@ class WorkerProcess:
             timer.cancel()
 
     def _start(self) -> None:
-        environment = os.environ | {"GLOG_minloglevel": "3", "PYTHONPATH": ""}
-        folder, descriptor = str(Path(__file__).resolve().parent), self._arena.descriptor
-        command = [self._python, "-c", _BOOT, folder, str(self._device), str(descriptor)]
+        environment = boot.environment(GLOG_minloglevel="3", PYTHONPATH="")
+        folder, descriptor = Path(__file__).resolve().parent, self._arena.descriptor
+        command = boot.command(self._python, PACKAGE, folder, "serve", str(self._device), str(descriptor))
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=[descriptor]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS, choose_backend
-from compiled_graphs.compiler.backends.oneflow import OneFlowBackend, backend
+from compiled_graphs.compiler.backends.oneflow import OneFlowBackend, backend, worker_process
 from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.signature import Unsupported
@@ -332,6 +333,20 @@ def test_a_gpu_that_oneflow_has_no_code_for_is_named(monkeypatch):
     assert reason == "OneFlow 0.9.0 has no code for NVIDIA H100 (compute capability 9.0): choose inductor."
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert BACKEND.available(torch.device("cuda")) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the process is for Linux")
+def test_its_process_imports_nothing_from_the_directory_that_the_host_was_started_from(tmp_path, monkeypatch):
+    for name in sys.stdlib_module_names | {"numpy", "oneflow", "serve", "start", "instances"}:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\n")
+    monkeypatch.chdir(tmp_path)
+    process = worker_process.WorkerProcess(sys.executable, CPU)
+    with contextlib.suppress(worker_process.OneFlowError):  # where there is no OneFlow, it ends
+        process.report()
+    process._end()
+    assert process.starts > 0
+    assert backend.probe.__wrapped__(sys.executable) != backend.Found(error="it does not answer")
+    assert not (tmp_path / "imported").exists()
 
 
 def test_onediff_is_named_with_what_it_lacks_and_never_imported(monkeypatch, tmp_path):
