@@ -32,7 +32,7 @@ from torch import nn
 
 from .host import Host
 from .layout import has_layouts, stride_in
-from .source import CONSTRUCTORS, Source, is_native, qualified_name, read_source
+from .source import CONSTRUCTORS, Source, functions_in, is_native, qualified_name, read_source
 from .watch import PLAIN, Watch, class_settings
 
 LIBRARIES = frozenset(
@@ -411,16 +411,13 @@ class _Closure:
 
     def _class_entry(self, cls: type, name: str, value: Any) -> Iterator[Any]:
         where = f"{cls.__name__}.{name}"
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        if isinstance(value, property) and all(f is None or is_native(cls, f) for f in (value.fget, value.fset)):
-            return
-        if isinstance(value, types.FunctionType):
-            self._note(where, self._values.enclosed(value, where))
-            if not is_native(cls, value):
-                self._records.add(f"{qualified_name(cls)}.{name} is {qualified_name(value)}")
-                yield value
-        elif not isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
+        functions = functions_in(value)
+        for function in functions:
+            self._note(where, self._values.enclosed(function, where))
+            if not is_native(cls, name, function):
+                self._records.add(f"{qualified_name(cls)}.{name} is {qualified_name(function)}")
+                yield function
+        if not functions and not isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
             self._note(f"{qualified_name(cls)}.{name}", self._values.describe(value, where))
 
     def _function(self, function: types.FunctionType) -> Iterator[Any]:

@@ -303,11 +303,6 @@ class Registry:
         self.on_change()
         return len(gone)
 
-    def discard(self, key: str) -> None:
-        """Forget a graph."""
-        with self._lock:
-            self._entries.pop(key, None)
-
     def _stored_keys(self) -> set[str]:
         return self.store.keys() if self.store else set()
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
-import linecache
-import sys
 import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
+
+from .source_text import running_source
 
 CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
 """Methods that have run before a block is described: what they leave behind is in its attributes."""
@@ -47,15 +46,34 @@ def qualified_name(item: Any) -> str:
     return item.__qualname__ if "/" in module or "\\" in module else f"{module}.{item.__qualname__}"
 
 
-@lru_cache(maxsize=4096)
 def read_source(item: Any) -> Source:
-    """Read a class or function; one whose source cannot be had is its bytecode."""
+    """Read a class or function as it runs; one whose source is not to be had is its bytecode."""
+    return _read_source(item, tuple(code for _, code in codes_of(item)))
+
+
+def codes_of(item: Any) -> list[tuple[str, types.CodeType]]:
+    """Return the code of a function, or of what a class has defined or been given, by name."""
+    if isinstance(item, types.FunctionType):
+        return [(item.__name__, item.__code__)]
+    return [(name, function.__code__) for name, value in vars(item).items() for function in functions_in(value)]
+
+
+def functions_in(value: Any) -> list[types.FunctionType]:
+    """Return the functions that an entry of a class is made of."""
+    if isinstance(value, types.FunctionType):
+        return [value]
+    parts = [getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel", "func")]
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+@lru_cache(maxsize=4096)
+def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
+    """`codes` are the item's: with other code it is another one."""
     title = qualified_name(item)
     try:
-        text = _source_text(item)
-        tree = ast.parse(textwrap.dedent(text))
+        tree = ast.parse(textwrap.dedent(running_source(item)))
     except (OSError, TypeError, SyntaxError):
-        return _compiled_source(title, item)
+        return _compiled_source(title, codes)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             node.body = [n for n in node.body if getattr(n, "name", None) not in CONSTRUCTORS] or [ast.Pass()]
@@ -74,33 +92,21 @@ def read_source(item: Any) -> Source:
     )
 
 
-def is_native(cls: type, function: Any) -> bool:
-    """Whether a function of a class is the one that the class's source shows there."""
-    if not isinstance(function, types.FunctionType) or function.__globals__.get("__name__") != cls.__module__:
-        return False
-    code = function.__code__
-    try:
-        file, first, last = _class_place(cls)
-    except (OSError, TypeError, SyntaxError):
-        return vars(cls).get(code.co_name) is function
-    return code.co_filename == file and first <= code.co_firstlineno <= last
-
-
-def _compiled_source(title: str, item: Any) -> Source:
-    codes = [item.__code__] if isinstance(item, types.FunctionType) else [f.__code__ for f in _functions(item)]
-    constants = [value for code in codes for value in _constants(code)]
-    names = sorted({(name,) for code in codes for name in _global_names(code)})
-    return Source(
-        "\n".join([title, *map(_bytecode, codes)]),
-        tuple(names),
-        frozenset(),
-        frozenset(),
-        frozenset(value for value in constants if isinstance(value, str)),
+def is_native(cls: type, name: str, function: Any) -> bool:
+    """Whether a function of a class is the one that the class's own statement defined under this name."""
+    return (
+        isinstance(function, types.FunctionType)
+        and function.__globals__.get("__name__") == cls.__module__
+        and function.__qualname__ == f"{cls.__qualname__}.{function.__code__.co_name}"
+        and name.endswith(function.__code__.co_name)  # a private name has the class's before it
     )
 
 
-def _functions(cls: type) -> list[types.FunctionType]:
-    return [value for _, value in sorted(vars(cls).items()) if isinstance(value, types.FunctionType)]
+def _compiled_source(title: str, codes: tuple[types.CodeType, ...]) -> Source:
+    constants = [value for code in codes for value in _constants(code)]
+    names = sorted({(name,) for code in codes for name in _global_names(code)})
+    strings = frozenset(value for value in constants if isinstance(value, str))
+    return Source("\n".join([title, *map(_bytecode, codes)]), tuple(names), strings=strings)
 
 
 def _bytecode(code: types.CodeType) -> str:
@@ -120,48 +126,6 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
             yield from _global_names(value)
-
-
-def _source_text(item: Any) -> str:
-    """As `inspect.getsource`, which before Python 3.13 parses a whole file again for every class in it."""
-    if isinstance(item, types.FunctionType):
-        # The code object, not the function: inspect would look through functools.wraps to the wrapped one.
-        return inspect.getsource(item.__code__)
-    file, first, last = _class_place(item)
-    return "".join(linecache.getlines(file, vars(sys.modules[item.__module__]))[first - 1 : last])
-
-
-def _class_place(cls: type) -> tuple[str, int, int]:
-    """Return the file of a class, and its first and last line. Raises OSError if there is none."""
-    file = inspect.getsourcefile(cls)
-    if file is None:
-        raise OSError(f"no file of {cls.__qualname__}")
-    linecache.checkcache(file)
-    lines = linecache.getlines(file, vars(sys.modules[cls.__module__]))
-    try:
-        return file, *_class_lines("".join(lines))[cls.__qualname__]
-    except KeyError:
-        raise OSError(f"no class {cls.__qualname__} in {file}") from None
-
-
-@lru_cache(maxsize=64)
-def _class_lines(text: str) -> dict[str, tuple[int, int]]:
-    """Return the first and the last line of each class in a file, decorators included, by qualified name."""
-    found: dict[str, tuple[int, int]] = {}
-
-    def visit(node: ast.AST, path: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.ClassDef):
-                begin = child.decorator_list[0].lineno if child.decorator_list else child.lineno
-                found.setdefault(path + child.name, (begin, child.end_lineno))
-                visit(child, f"{path}{child.name}.")
-            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                visit(child, f"{path}{child.name}.<locals>.")
-            else:
-                visit(child, path)
-
-    visit(ast.parse(text), "")
-    return found
 
 
 def _bound(nodes: list[ast.AST]) -> Iterator[str]:

@@ -74,7 +74,6 @@ def _function_source(function: types.FunctionType, path: str) -> str:
     raise _changed(path, function)
 
 
-@lru_cache(maxsize=4096)
 def _class_source(cls: type) -> str:
     path = _class_file(cls)
     own = [function for function in _own_functions(cls) if function.__code__.co_filename == path]

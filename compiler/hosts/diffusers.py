@@ -447,8 +447,9 @@ def _read(folder: Path) -> tuple[list[StoredGraph], list[GraphIdentity], str]:
     listed: list[GraphIdentity] = []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
-            graphs, found = read_or_list(path.read_bytes(), Trust())
-        except GraphFileError as error:
+            with open_regular(path) as file:
+                graphs, found = read_or_list(file, Trust())
+        except (GraphFileError, OSError) as error:
             log.warning("%s cannot be used; compiled instead: %s.", path, error)
             continue
         if found:

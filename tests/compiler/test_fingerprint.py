@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import copy
 import dataclasses
 import enum
 import functools
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
-import textwrap
 import types
 
 import numpy as np
@@ -19,7 +16,6 @@ import pytest
 import torch
 from compiled_graphs.compiler.fingerprint import Describer, fingerprint, strings_of, tensor_attributes
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.source import _source_text
 from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
 from torch import nn
 
@@ -397,40 +393,6 @@ def test_literals_are_the_strings_a_region_can_look_up(load):
 def test_literals_come_from_helpers_and_submodules_too(load):
     module = load(("return x * 2", 'return x * {"factor": 2}["factor"]'))
     assert "factor" in strings_of(nn.Sequential(module.Block()), Host())
-
-
-def local_class():
-    class Local(nn.Module):
-        def forward(self, x):
-            return x
-
-    return Local
-
-
-class Outer:
-    @functools.total_ordering
-    class Inner:
-        """Decorated, and in a class."""
-
-        def __eq__(self, other):
-            return self is other
-
-        def __lt__(self, other):
-            return False  # the last line
-
-
-@pytest.mark.parametrize("cls", [Outer, Outer.Inner, local_class(), TransformerBlock, nn.Linear, enum.Enum])
-def test_a_class_is_read_as_inspect_reads_it(cls):
-    def tree(text):
-        return ast.dump(ast.parse(textwrap.dedent(text)))
-
-    assert tree(_source_text(cls)) == tree(inspect.getsource(cls))
-
-
-def test_a_class_that_its_file_does_not_have_is_not_found_in_it():
-    stranger = type("Stranger", (), {"__module__": __name__})
-    with pytest.raises(OSError, match="class"):
-        _source_text(stranger)
 
 
 def test_a_class_without_source_still_has_an_identity():
