@@ -254,7 +254,8 @@ def _constants_agree(statement: ast.ClassDef, cls: type, own: list[types.Functio
 
 def _bases_agree(statement: ast.ClassDef, cls: type, namespace: Mapping[str, Any]) -> bool:
     """Whether a class has the bases that its statement names, as far as their names say something here."""
-    named = [_resolved(base, namespace) for base in statement.bases]
+    resolved = [_resolved(base, namespace) for base in statement.bases]
+    named = [base if isinstance(base, type) else None for base in resolved]  # NamedTuple is a function
     known = (*cls.__mro__, *vars(cls).get("__orig_bases__", ()))
     if any(base is not None and not _is_among(base, known) for base in named):
         return False

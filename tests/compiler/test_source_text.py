@@ -97,6 +97,10 @@ class Typed(typing.Generic[T]):
     width: int = 3
 
 
+class Named(typing.NamedTuple):
+    width: int = 3
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plain(Derived):
     width: int = 3
@@ -138,11 +142,15 @@ def module(tmp_path, monkeypatch):
     return load
 
 
+def special(module):
+    return [module.Typed, module.Named, module.Plain, module.Kind]
+
+
 def items(module):
     local, cls = module.make(3)
     outer = inspect.unwrap(module.Block.outer)
     functions = [module.plain, module.closing, module.scaled, outer, local]
-    return [*functions, module.Block, module.Block.Nested, module.Derived, module.Typed, module.Plain, module.Kind, cls]
+    return [*functions, module.Block, module.Block.Nested, module.Derived, *special(module), cls]
 
 
 def write(module, text):
