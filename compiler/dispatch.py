@@ -26,7 +26,7 @@ from .guards import Changed, ModuleGuard, WeightGuard
 from .host import Host
 from .patches import PatchFailed, WrongOutput, calling
 from .randomness import same_random_numbers
-from .registry import GraphEntry
+from .registry import MAX_STRUCTURES, GraphEntry
 from .signature import TENSOR_TYPES, Structure, Unsupported, bind, describe, forward_signature, read
 from .skeleton import tensor_slots
 from .timing import compare
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""
-MAX_STRUCTURES = 8
-"""Structures of call per kind of region. A number that changes at every step must not compile at every step."""
 
 
 class Owner(Protocol):

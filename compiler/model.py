@@ -20,7 +20,7 @@ from .backends.base import Backend
 from .background import Background
 from .canary import Canary
 from .counters import Counters, totals
-from .dispatch import MAX_STRUCTURES, RegionForward, RegionKind
+from .dispatch import RegionForward, RegionKind
 from .environment import environment, probing_version
 from .errors import one_line
 from .fingerprint import Describer
@@ -31,7 +31,7 @@ from .jobs import side_by_side
 from .probe import ModelCall, wanted_variants
 from .randomness import same_random_numbers
 from .region import Region
-from .registry import GraphEntry, Place, Registry
+from .registry import MAX_STRUCTURES, GraphEntry, Place, Registry
 from .signature import Structure, Unsupported
 from .skeleton import tensor_slots
 from .timing import Pace

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MAX_GRAPHS = 256
 """Graphs kept in memory: an SDXL UNet has 14, of 6 MB each. Others come back from the store."""
 MAX_STRUCTURES = 8
-"""Graphs of one kind of region: more, and it is an argument that keeps changing."""
+"""Structures of call per kind of region. A number that changes at every step must not compile at every step."""
 MAX_WORKFLOWS = 64
 """Workflows kept in the report: those that ran last."""
 

@@ -64,6 +64,10 @@ def traced_options(own: Mapping[str, Any], hooks: str) -> TracedOptions:
         name, _, where = hook.partition(":")
         if name not in HOOKS:
             raise ValueError(f"no hook is named {name}")
+        if where and where != _ALL:
+            where = ",".join(str(int(number)) for number in where.split(","))
+        elif name in REPLACEMENTS and not where:
+            raise ValueError(f"no block for {name}")
         patch = stand_in(name, own)
         if name in OUTPUTS:
             dict.__getitem__(options, "patches")[name] = [patch]

@@ -24,7 +24,7 @@ from torch import nn
 
 from ..backends import choose_backend
 from ..entrance import CodingEntrance, Entrance
-from ..files import write_whole
+from ..files import open_regular, write_whole
 from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
 from ..host import Host

@@ -186,7 +186,7 @@ def agree(network, reference, x):
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_of_one_block_is_seen(pair, change):
-    network, reference, compiled = pair
+    network, reference, _ = pair
     x = torch.randn(2, 8, 9, 11)
     before = reference(x)
     agree(network, reference, x)
