@@ -73,6 +73,18 @@ def add_node(page: Page, kind: str) -> dict[str, Any]:
     )
 
 
+def click_node(page: Page) -> None:
+    """Click the title of the workflow's first node: what appears at a selected node, newer frontends show at a click."""
+    place = page.evaluate(
+        """() => {
+            const [x, y] = app.graph.nodes[0].pos, shown = app.canvas.canvas.getBoundingClientRect();
+            const [left, top] = app.canvas.ds.convertOffsetToCanvas([x + 60, y - 15]);
+            return [left + shown.left, top + shown.top];
+        }"""
+    )
+    page.mouse.click(*place)
+
+
 def _add(route: Route, chosen: Mapping[str, Any]) -> None:
     if route.request.method != "GET":
         route.continue_()

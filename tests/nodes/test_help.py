@@ -123,7 +123,13 @@ def test_a_nodes_info_button_opens_its_page(server, language):
         if browser is None:
             pytest.skip("this ComfyUI's frontend has no help pages")
         comfy_browser.add_node(browser, "CG_CompileModel")
-        browser.get_by_test_id("info-button").dispatch_event("click")
+        button = browser.get_by_test_id("info-button")
+        for _ in range(60):  # a frontend that has just come up does not hear each click
+            comfy_browser.click_node(browser)
+            browser.wait_for_timeout(1000)
+            if button.count():
+                break
+        button.dispatch_event("click")
         text = browser.locator(".node-help-content .markdown-content")
         text.wait_for()
         shown = text.locator("h1, h2").all_inner_texts()

@@ -70,11 +70,14 @@ def browser(listing_server):
 
 @pytest.fixture
 def errors(browser):
-    """What the page's programs complain about from here on. A file that is not there is the network's complaint."""
-    found = []
+    """What the page's programs complain about from here on, but for files that are not there.
+
+    ComfyUI's own templates are such files where the hundreds of megabytes of their pictures are not installed.
+    """
+    found, missing = [], ("Failed to load resource", "Error loading core workflow templates")
 
     def hear(message):
-        if message.type == "error" and not message.text.startswith("Failed to load resource"):
+        if message.type == "error" and not message.text.startswith(missing):
             found.append(message.text)
 
     listeners = {"pageerror": lambda error: found.append(str(error)), "console": hear}
