@@ -135,9 +135,9 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
     if isinstance(value, torch.Tensor):
         raise Unsupported(f"a tensor of type {kind.__name__}")
-    if not isinstance(value, STATIC_TYPES):
+    if kind not in STATIC_TYPES:  # a subclass may be looked at as one
         raise Unsupported(f"an argument of type {kind.__name__}")
-    return kind, value
+    return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
 
 
 def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
@@ -204,9 +204,8 @@ def _outline(value: Any) -> list:
     """Return a value as JSON: its type, and what is in it."""
     if isinstance(value, torch.Tensor):
         return ["tensor", value.ndim, str(value.dtype), str(value.device)]
-    if isinstance(value, STATIC_TYPES):
-        kind = next(kind for kind in STATIC_TYPES if isinstance(value, kind))
-        return [kind.__name__, _STATICS[kind][0](value)]
+    if type(value) in STATIC_TYPES:
+        return [type(value).__name__, _STATICS[type(value)][0](value)]
     if type(value) is dict:
         return ["dict", [[_outline(key), _outline(item)] for key, item in value.items()]]
     if type(value) in (list, tuple):

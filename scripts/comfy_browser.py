@@ -74,7 +74,7 @@ def add_node(page: Page, kind: str) -> dict[str, Any]:
 
 
 def click_node(page: Page) -> None:
-    """Click the title of the workflow's first node: what appears at a selected node, newer frontends show at a click."""
+    """Click the title of the workflow's first node: newer frontends show some things only at a click."""
     place = page.evaluate(
         """() => {
             const [x, y] = app.graph.nodes[0].pos, shown = app.canvas.canvas.getBoundingClientRect();

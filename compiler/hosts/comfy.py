@@ -637,6 +637,7 @@ def _clone(patcher: Any) -> Any:
     # Newer cores stream weights behind a model's back unless a clone asks them not to.
     options = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(patcher.clone).parameters else {}
     clone = patcher.clone(**options)
+    clone.model_options = _own_containers(patcher.model_options)
     if hasattr(clone, "remove_callbacks_with_key"):
         for when in ("on_pre_run", "on_cleanup"):
             clone.remove_callbacks_with_key(when, _CALLBACKS_KEY)
@@ -646,6 +647,18 @@ def _clone(patcher: Any) -> Any:
             if patch.inner is not None:
                 clone.object_patches[name] = patch.inner
     return clone
+
+
+def _own_containers(options: Any) -> Any:
+    """Copy a patcher's options as newer cores do: other extensions' objects in them are not copied.
+
+    Cores of 2025 copy wrappers and patches with what they remember, and a node that resets its own reaches no copy.
+    """
+    if type(options) is dict:
+        return {name: _own_containers(value) for name, value in options.items()}
+    if type(options) is list:
+        return [_own_containers(value) for value in options]
+    return options
 
 
 def _is_ours(forward: Any) -> bool:

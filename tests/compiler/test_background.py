@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from compiled_graphs.compiler.background import Background
+from compiled_graphs.compiler.host import Host
 
 
 @pytest.fixture
@@ -74,3 +75,53 @@ def test_the_thread_ends_when_nothing_is_left():
         if thread.name == "compile in background":
             thread.join()
     assert background._thread is None
+
+
+class Cancelled(BaseException):
+    """As ComfyUI of 2026 cancels: no Exception."""
+
+
+class CancellingHost(Host):
+    """A host whose layers raise the person's cancellation, on whichever thread they run."""
+
+    def __init__(self):
+        self.flag, self.seen = True, threading.Event()
+
+    def is_cancellation(self, error):
+        return isinstance(error, Cancelled)
+
+    def give_back_cancellation(self):
+        self.flag = True
+        self.seen.set()
+
+    def is_cancelled(self):
+        return self.flag
+
+    def layer(self):
+        if self.flag:
+            self.flag = False
+            raise Cancelled
+
+
+def test_a_cancellation_reaches_its_prompt_and_the_job_is_done_afterwards():
+    host, done = CancellingHost(), []
+    background = Background(host=host)
+    background.submit("one", lambda: (host.layer(), done.append(1)))
+    host.seen.wait()
+    assert host.flag
+    assert not done
+    host.flag = False  # the prompt has seen it, and the next one begins
+    background.wait(every=0.001)
+    assert done == [1]
+
+
+def test_whatever_a_job_raises_the_next_one_runs(caplog):
+    background, done = Background(), []
+
+    def exit_thread():
+        raise SystemExit
+
+    background.submit("bad", exit_thread)
+    background.submit("good", lambda: done.append(1))
+    background.wait(every=0.001)
+    assert done == [1]

@@ -134,3 +134,11 @@ def test_a_check_that_raises_lets_the_jobs_that_wait_be():
         list(side_by_side([job] * 5, 1, check))
     release.set()
     assert started == [1]
+
+
+def test_what_a_job_raises_ends_the_waiting_for_the_others():
+    def cancel():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(side_by_side([cancel, lambda: 1], 2))

@@ -181,3 +181,25 @@ def test_copies_of_a_model_that_runs_are_plain(model, sample, registry):
     changed.set_model_unet_function_wrapper(keeps_a_copy)
     sample(changed, "tiny_sd3")
     assert all(host.HOST.module_is_clean(module) for module in twins[0].modules())
+
+
+class TiledOnce:
+    """A wrapper that remembers the first size, until its node resets it (as one of tiled diffusion does)."""
+
+    def __init__(self):
+        self.first = None
+
+    def __call__(self, apply_model, arguments):
+        self.first = self.first or arguments["input"].shape[-1]
+        return apply_model(arguments["input"], arguments["timestep"], **arguments["c"]) * self.first
+
+
+def test_a_wrapper_that_its_node_resets_is_reset(load, registry, sample):
+    model, wrapper = load("tiny_sd15"), TiledOnce()
+    model.set_model_unet_function_wrapper(wrapper)
+    fast = host.compile_model(model, host.Request("eager"))[0]
+    for width in (8, 12):
+        wrapper.first = None
+        ours = sample(fast, "tiny_sd15", width=width)
+        wrapper.first = None
+        assert torch.equal(ours, sample(model, "tiny_sd15", width=width))
