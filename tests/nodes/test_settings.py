@@ -80,10 +80,6 @@ def test_new_nodes_begin_with_what_was_chosen_in_the_dialog(own, browser):
     limit.press_sequentially("3")
     limit.press("Tab")
     wait_for(own, {BACKGROUND: True, VERIFY: False, LIMIT: 3})
-    for setting, value in ((BACKGROUND, True), (VERIFY, False)):  # the page may hear of it after the server
-        browser.wait_for_function(
-            "([id, value]) => app.extensionManager.setting.get(id) === value", arg=[setting, value]
-        )
     model, vae = (comfy_browser.add_node(browser, kind) for kind in ("CG_CompileModel", "CG_VAESpeedup"))
     assert model == {"backend": "auto", "verify": False, "cuda_graphs": True, "when": "in background"}
     assert vae == {"encode": False, "backend": "auto", "verify": False}
