@@ -57,10 +57,14 @@ def browse(address: str, settings: Mapping[str, Any] | None = None) -> Iterator[
 
 
 def add_node(page: Page, kind: str) -> dict[str, Any]:
-    """Put the only node of a new workflow on the canvas, select it, and return the values of its widgets."""
+    """Put a node alone on the canvas, select it, and return the values of its widgets.
+
+    The nodes before it are removed one by one: after a `clear` it would get a number that was in use, and the
+    frontend of 2026 gives it the values that the node of that number had.
+    """
     return page.evaluate(
         """kind => {
-            app.graph.clear();
+            for (const other of [...app.graph.nodes]) app.graph.remove(other);
             app.canvas.ds.reset();
             const node = LiteGraph.createNode(kind);
             node.pos = [600, 300];
@@ -74,7 +78,7 @@ def add_node(page: Page, kind: str) -> dict[str, Any]:
 
 
 def click_node(page: Page) -> None:
-    """Click the title of the workflow's first node: newer frontends show some things only at a click."""
+    """Click the title of the workflow's first node: newer frontends show at a click what goes with a selected node."""
     place = page.evaluate(
         """() => {
             const [x, y] = app.graph.nodes[0].pos, shown = app.canvas.canvas.getBoundingClientRect();

@@ -182,6 +182,8 @@ def test_what_the_server_refuses_is_shown(page, panel, run):
 
 
 def test_help_opens_where_the_frontend_shows_help(page, panel, run):
+    if not page.evaluate("app.extensionManager._p._s.has('nodeHelp')"):
+        pytest.skip("this frontend opens no help for others: the next test sees what is shown instead")
     run()
     see(panel, "Network call")
     panel.get_by_role("button", name="Open the help of the node that made this").click()

@@ -74,7 +74,7 @@ def test_new_nodes_begin_with_what_was_chosen_in_the_dialog(own, browser):
     browser.keyboard.press("Control+,")
     browser.get_by_text("Compiled Graphs", exact=True).click()
     for setting in (BACKGROUND, VERIFY):
-        browser.locator(f"[id='{setting}'] input").click()
+        browser.locator(f"[id='{setting}'] input, button[id='{setting}']").click()  # of 2025, of 2026
     limit = browser.locator(f"[id='{LIMIT}'] input")
     limit.select_text()
     limit.press_sequentially("3")
