@@ -68,7 +68,7 @@ def traced_options(own: Mapping[str, Any], hooks: str) -> TracedOptions:
             where = ",".join(str(int(number)) for number in where.split(","))
         elif name in REPLACEMENTS and not where:
             raise ValueError(f"no block for {name}")
-        patch = stand_in(name, own)
+        patch = stand_in(name, {*own, *PLACES} - {"block_index"})  # the call's options say the others
         if name in OUTPUTS:
             dict.__getitem__(options, "patches")[name] = [patch]
         else:

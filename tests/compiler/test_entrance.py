@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,3 +167,71 @@ def test_inside_what_torch_compiles_the_network_is_as_it_was():
     enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     assert compiled(torch.ones(1)) == 0.25
+
+
+class Looked:
+    """Stands in for a compiled model: says whether something has changed, and whether a block is to be compared."""
+
+    def __init__(self):
+        self.changed = self.is_due = False
+        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
+
+    def follow(self):
+        return self.changed
+
+    def watch_over(self):
+        return self.is_due
+
+
+class Replaying:
+    def __init__(self):
+        self.served = self.forgotten = 0
+
+    def serve(self, call, args, kwargs):
+        self.served += 1
+        return call(*args, **kwargs)
+
+    def forget(self):
+        self.forgotten += 1
+
+
+@pytest.fixture
+def replaying():
+    network = Pair()
+    entrance = enter(network)
+    entrance.compiled, entrance.recordings = Looked(), Replaying()
+    return network, entrance.compiled, entrance.recordings
+
+
+def test_a_step_with_a_block_to_compare_is_called_and_not_replayed(replaying):
+    network, compiled, recordings = replaying
+    network(torch.ones(1))
+    compiled.is_due = True
+    network(torch.ones(1))
+    assert recordings.served == 1
+
+
+def test_what_changed_drops_the_recordings(replaying):
+    network, compiled, recordings = replaying
+    network(torch.ones(1))
+    compiled.changed = True
+    network(torch.ones(1))
+    assert (recordings.served, recordings.forgotten) == (2, 1)
+
+
+def test_whatever_fails_while_forwards_are_put_in_place_they_are_taken_out():
+    network = Pair()
+    forwards = serving(network, first=lambda x: x)
+    forwards["second"] = SimpleNamespace(module=lambda: 1 / 0)
+    enter(network).install_while_running(forwards)
+    with pytest.raises(ZeroDivisionError):
+        network(torch.ones(1))
+    assert "forward" not in network.first.__dict__
+
+
+def test_a_block_that_is_gone_is_left_out():
+    network = Pair()
+    forwards = serving(network, first=lambda x: x * 8)
+    forwards["second"] = SimpleNamespace(module=lambda: None)
+    enter(network).install_while_running(forwards)
+    assert network(torch.ones(1)) == 4
