@@ -14,15 +14,15 @@ sys.argv = sys.argv[:1]  # ComfyUI parses the command line on import
 if os.environ.get("COMFYUI_PATH"):
     sys.path.insert(0, os.environ["COMFYUI_PATH"])
 
-import comfy.cli_args
-import torch
+import comfy.cli_args  # noqa: E402
+import torch  # noqa: E402
 
 comfy.cli_args.args.cpu = not torch.cuda.is_available()
-import comfy.ops
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from compiled_graphs.compiler.fingerprint import Describer
-from compiled_graphs.compiler.hosts.comfy import HOST
-from compiled_graphs.compiler.region import find_regions
+import comfy.ops  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
+from compiled_graphs.compiler.fingerprint import Describer  # noqa: E402
+from compiled_graphs.compiler.hosts.comfy import HOST  # noqa: E402
+from compiled_graphs.compiler.region import find_regions  # noqa: E402
 
 SDXL = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "num_res_blocks": [2, 2, 2],

@@ -355,6 +355,7 @@ class _Values:
         return is_outside(kind.__module__ or "builtins", self._host)
 
 
+_MISSING = object()
 _INERT = frozenset({"logging", "_thread", "threading", "contextlib", "contextvars", "_contextvars", "_io", "torch"})
 """Modules whose objects (loggers, locks, files, generators) tell nothing of what a block computes."""
 
@@ -447,11 +448,11 @@ class _Closure:
         for place, part in enumerate(chain):
             if space is None:
                 break
-            if part not in space:
+            value = space.get(part, _MISSING)
+            if reads_data or isinstance(value, types.FunctionType | type):
                 self._watch.name(space, part)
+            if value is _MISSING:
                 return
-            self._watch.name(space, part)
-            value = space[part]
             if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
                 self._values.describe(value, part)  # so that it is watched
                 self._values.refuse(f"code that remembers things in a global ({qualified_name(item)}: {part})")

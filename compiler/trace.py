@@ -157,12 +157,10 @@ class _PureRegion(nn.Module):
     ) -> None:
         super().__init__()
         object.__setattr__(self, "hidden", (region, structure, context, has_maps, functions))
-        object.__setattr__(self, "options", None)
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
         region, structure, make_context, has_maps, functions = self.hidden
         context = make_context()
-        object.__setattr__(self, "options", next((v for v in context.values() if isinstance(v, TracedOptions)), None))
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
         arguments = structure.fill(inputs)
@@ -206,8 +204,12 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
         ]
 
+    traced: list[TracedOptions] = []  # one for each run of the code; the last is the one that was exported
+
     def context() -> dict[str, Any]:
-        return {name: host.stand_in(name, strings, variant.structure.hooks) for name in variant.structure.context}
+        made = {name: host.stand_in(name, strings, variant.structure.hooks) for name in variant.structure.context}
+        traced.extend(value for value in made.values() if isinstance(value, TracedOptions))
+        return made
 
     pure = _PureRegion(twin, variant.structure, context, "channels_last" in formats, functions)
     auto = torch.export.Dim.AUTO
@@ -224,8 +226,9 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
         for (name, _), t in zip(named, weights, strict=True)
     )
     spec = _spec(variant, program, weight_specs, formats, mutated)
-    if (options := pure.options) is not None:
-        spec = replace(spec, reads=tuple(sorted(options.reads)), writes=encode_writes(options.writes(), _size))
+    if traced:
+        reads = tuple(sorted(set().union(*(options.reads for options in traced))))
+        spec = replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
     return ExportedRegion(program, spec)
 
 
