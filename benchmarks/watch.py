@@ -1,47 +1,48 @@
-"""What it takes to look at a whole network before a sampling: `python benchmarks/watch.py` with COMFYUI_PATH set.
+"""What it costs to see that a network has not changed: a look before each sampling, and a canary in many steps.
 
-SDXL's UNet at its real size, without weights. Prints the milliseconds of one look, and of describing it anew.
+    python benchmarks/watch.py --comfyui CHECKOUT NAME ...
+
+*Look* is the time in which everything that the regions' code can read is compared with what it was. *Canary* is what
+one comparison of a block with eager adds, by the share of steps that have one. On a CPU only the look is measured.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import statistics
-import sys
 import time
 
-sys.argv = sys.argv[:1]  # ComfyUI parses the command line on import
-if os.environ.get("COMFYUI_PATH"):
-    sys.path.insert(0, os.environ["COMFYUI_PATH"])
+import models
+import step
+import torch
 
-import comfy.cli_args  # noqa: E402
-import torch  # noqa: E402
-
-comfy.cli_args.args.cpu = not torch.cuda.is_available()
-import comfy.ops  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
-from compiled_graphs.compiler.fingerprint import Describer  # noqa: E402
-from compiled_graphs.compiler.hosts.comfy import HOST  # noqa: E402
-from compiled_graphs.compiler.region import find_regions  # noqa: E402
-
-SDXL = {
-    "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "num_res_blocks": [2, 2, 2],
-    "channel_mult": [1, 2, 4], "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_middle": 10,
-    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "context_dim": 2048, "num_head_channels": 64,
-    "num_heads": -1, "use_spatial_transformer": True, "use_linear_in_transformer": True, "num_classes": "sequential",
-    "adm_in_channels": 2816, "use_checkpoint": False, "legacy": False, "use_temporal_attention": False,
-}  # fmt: skip
-TIMES = 50
-
-
-def milliseconds(call) -> float:
-    start = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - start)
+LOOKS = 50
+STEPS = 40
+SIZES = {"sd15": (2, 64, 64), "sdxl": (2, 128, 128), "sd3": (2, 128, 128), "flux": (1, 128, 128)}
 
 
 def main() -> None:
-    network = UNetModel(**SDXL, dtype=torch.float16, device="meta", operations=comfy.ops.disable_weight_init)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", required=True)
+    parser.add_argument("names", nargs="+", choices=list(SIZES))
+    options = parser.parse_args()
+    models.use_comfyui(options.comfyui)
+    if not torch.cuda.is_available():
+        models.fill = lambda network: None  # 5 GB that are never read need not be written
+    for name in options.names:
+        patcher = models.patcher(name, torch.float16)
+        print(f"torch {torch.__version__}, {step.device_name()}, {name}")
+        looks(patcher.model.diffusion_model)
+        if torch.cuda.is_available():
+            canary(name, patcher)
+
+
+def looks(network: torch.nn.Module) -> None:
+    """Print the milliseconds of a look at a network, and of describing it."""
+    from compiled_graphs.compiler.fingerprint import Describer
+    from compiled_graphs.compiler.hosts.comfy import HOST
+    from compiled_graphs.compiler.region import find_regions
+
     regions = find_regions(network)
 
     def describe() -> Describer:
@@ -50,14 +51,46 @@ def main() -> None:
             describer.describe(region.module)
         return describer
 
-    first = milliseconds(describe)
-    again = milliseconds(describe)
-    watch = describe().watch
-    assert watch.holds()
-    looks = sorted(milliseconds(watch.holds) for _ in range(TIMES))
-    print(f"{len(regions)} regions, {sum(1 for _ in network.modules())} modules, torch {torch.__version__}")
-    print(f"look: median {statistics.median(looks):.2f} ms, least {looks[0]:.2f}, most {looks[-1]:.2f} of {TIMES}")
-    print(f"describe: first {first:.0f} ms, again {again:.0f} ms")
+    first, describer = milliseconds(describe)
+    again, _ = milliseconds(describe)
+    taken = sorted(milliseconds(describer.watch.holds)[0] for _ in range(LOOKS))
+    print(f"  {len(regions)} regions, {sum(1 for _ in network.modules())} modules")
+    print(
+        f"  look: median {statistics.median(taken):.2f} ms, least {taken[0]:.2f}, most {taken[-1]:.2f}, {LOOKS} times"
+    )
+    print(f"  describe: first {first:.0f} ms, again {again:.0f} ms")
+
+
+def canary(name: str, patcher) -> None:
+    """Print what a step takes with and without a comparison, called and replayed, and the share of that."""
+    from compiled_graphs.compiler import canary
+    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.registry import Registry
+
+    step.use_registry(host, Registry())
+    inputs = step.sized(name, SIZES[name], patcher)
+    for label, record in (("called", False), ("replayed", True)):
+        ours, text = host.compile_model(patcher, host.Request("inductor", record=record))
+        plain = step.timed(ours, inputs, STEPS).ms
+        every = canary.REPLAYS if record else canary.CALLS / len(host.compiled_model(ours).forwards())
+        kept = canary.CALLS, canary.REPLAYS
+        canary.CALLS = canary.REPLAYS = 1e-9
+        try:
+            compared = step.timed(ours, inputs, STEPS).ms
+        finally:
+            canary.CALLS, canary.REPLAYS = kept
+        share = (compared - plain) / every / plain
+        print(
+            f"  {label}: {plain:.2f} ms a step, {compared:.2f} with a comparison in each; one in {every:.0f}: {share:.2%}"
+        )
+        print(f"  {text.splitlines()[0]}; {host.compiled_model(ours).counters.verifications} comparisons, "
+              f"{host.compiled_model(ours).counters.replays} replays")  # fmt: skip
+
+
+def milliseconds(call):
+    start = time.perf_counter()
+    result = call()
+    return 1000 * (time.perf_counter() - start), result
 
 
 if __name__ == "__main__":
