@@ -80,9 +80,7 @@ def canary(name: str, patcher) -> None:
         finally:
             canary.CALLS, canary.REPLAYS = kept
         share = (compared - plain) / every / plain
-        print(
-            f"  {label}: {plain:.2f} ms a step, {compared:.2f} with a comparison in each; one in {every:.0f}: {share:.2%}"
-        )
+        print(f"  {label}: {plain:.2f} ms a step, {compared:.2f} with a comparison; one in {every:.0f}: {share:.2%}")
         print(f"  {text.splitlines()[0]}; {host.compiled_model(ours).counters.verifications} comparisons, "
               f"{host.compiled_model(ours).counters.replays} replays")  # fmt: skip
 

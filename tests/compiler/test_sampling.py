@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from compiled_graphs.compiler.canary import Canary
+from compiled_graphs.compiler.canary import CALLS, REPLAYS, Canary
 from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.sampling import Announced, EachCall, Scheduled
 
@@ -67,7 +67,7 @@ def test_a_canary_takes_each_block_in_turn():
     assert not canary.is_due()
     chosen = []
     for _ in range(6):
-        counters.add("calls", 400)
+        counters.add("calls", CALLS)
         assert canary.is_due()
         chosen.append(canary.choose(forwards))
         assert not canary.is_due()
@@ -78,8 +78,8 @@ def test_a_canary_takes_each_block_in_turn():
 def test_replayed_steps_count_for_the_canary():
     counters = Counters()
     canary = Canary(counters)
-    counters.add("replays", 100)
-    counters.add("calls", 100)
+    counters.add("replays", REPLAYS // 2)
+    counters.add("calls", CALLS // 4)
     assert not canary.is_due()
-    counters.add("replays", 50)
+    counters.add("replays", REPLAYS // 4)
     assert canary.is_due()
