@@ -39,8 +39,20 @@ _EXPLAINED = (
         "Another extension has changed these blocks, so its version of them runs.",
     ),
     (
-        ("transformer option ",),
+        ("transformer option ", "a result that depends on the transformer option", "code that looks through all"),
         "A node sets an option that the code of these blocks reads. They follow it, uncompiled.",
+    ),
+    (
+        (
+            "a tensor outside parameters and buffers",
+            "a layer that the block reads and does not contain",
+            "code that remembers things in a global",
+            "an iterator",
+            "an array of objects",
+            "an object ",
+            "an attribute that leads to",
+        ),
+        "What these blocks compute depends on something that cannot be written down, so no graph is shared for them.",
     ),
     (
         ("a region that writes to a list or dictionary",),
@@ -60,6 +72,10 @@ _EXPLAINED = (
     (("autocast is on",), "A node runs the model under autocast, which decides about dtypes while it runs."),
     (("compiling in the background",), "The graph is being made. These blocks run uncompiled until it is ready."),
     (
+        ("a block that changes while it is compiled",),
+        "Another extension changes these blocks while the model runs, so that no graph can be made of them.",
+    ),
+    (
         ("the graph of ",),
         "The graph gave another result than the uncompiled block, by more than rounding, so it is not used.",
     ),
@@ -77,6 +93,7 @@ _OTHERWISE = "These blocks cannot be traced or compiled here. They run as they w
 
 def explain(reason: str) -> str:
     """Return what a reason of the registry means, and what to do about it where something can be done."""
+    reason = reason.removeprefix("WorkerError: ").removeprefix("Unsupported: ")
     return next((text for beginnings, text in _EXPLAINED if reason.startswith(beginnings)), _OTHERWISE)
 
 

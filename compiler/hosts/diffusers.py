@@ -264,6 +264,10 @@ class Part:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a network is not compiled."""
 
+    def __reduce__(self) -> tuple:
+        """A network that was pickled is not compiled."""
+        return type(None), ()
+
     def install(self, network: nn.Module, entrance: Entrance) -> None:
         """Put compiled regions into the network, and around them what tells them which call is running."""
         for path, forward in self.compiled.forwards().items():
