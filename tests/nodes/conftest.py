@@ -19,6 +19,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import tiny_models  # noqa: E402
 from comfy_server import ComfyServer  # noqa: E402
 
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
@@ -27,13 +28,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of servers: at these sizes thre
 
 @pytest.fixture(scope="session")
 def make_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a base folder for servers, with the named tiny models."""
+    """Make a base folder for servers, with the named tiny models: links to those kept beside the environment."""
+    kept = (
+        Path(os.environ.get("COMPILED_GRAPHS_HOME", ROOT / ".quickstart")) / f"models-{Path(COMFYUI).name or 'index'}"
+    )
 
     def make(*names: str) -> Path:
-        home = tmp_path_factory.mktemp("comfyui")
-        command = [sys.executable, str(ROOT / "scripts" / "tiny_models.py"), "--comfyui", COMFYUI]
-        subprocess.run([*command, "--out", str(home / "models"), *names], check=True, capture_output=True)
-        return home
+        models = tmp_path_factory.mktemp("comfyui") / "models"
+        places = [Path(tiny_models.FOLDERS.get(name, "checkpoints"), f"{name}.ckpt") for name in names]
+        if not all((kept / place).exists() for place in places):
+            command = [sys.executable, str(ROOT / "scripts" / "tiny_models.py"), "--comfyui", COMFYUI]
+            subprocess.run([*command, "--out", str(kept), *names], check=True, capture_output=True)
+        for place in places:
+            (models / place).parent.mkdir(parents=True, exist_ok=True)
+            (models / place).symlink_to(kept / place)
+        return models.parent
 
     return make
 
@@ -47,7 +56,7 @@ def home(make_home: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def start_server(home: Path) -> Callable[..., ComfyServer]:
     """Make a server over the shared base folder, or over another; it runs inside a `with` block."""
-    return lambda folder=home: ComfyServer(COMFYUI, folder)
+    return lambda folder=home, *arguments: ComfyServer(COMFYUI, folder, arguments)
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,7 @@ def test_the_frontend_module_is_served(server):
 
 def test_installed_twice_it_works_once(home, start_server, workflow):
     second = home / "custom_nodes" / "compiled-graphs-copy"
+    second.parent.mkdir(exist_ok=True)
     second.symlink_to(ROOT, target_is_directory=True)
     try:
         with start_server() as both:
