@@ -36,6 +36,9 @@ OVERFLOWED = "a compiled image with values that are not finite, made again eager
 class Entrance:
     """Takes the place of a network's method; remembers, per thread, the arguments of the running call."""
 
+    stands_in = True
+    """Told from what belongs to the network, also by another copy of this package."""
+
     def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
         self._network = weakref.ref(network)
         self._cls = type(network)

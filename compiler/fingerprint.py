@@ -108,8 +108,9 @@ def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
             for name, value in attributes.items()
             if name in listed or (name not in host.volatile_attributes and name != "forward" and _is_method(cls, name))
         }
-    left_out = _MODULE_INTERNALS | host.volatile_attributes
-    return {name: value for name, value in attributes.items() if name not in left_out and name != "forward"}
+    left_out = _MODULE_INTERNALS | host.volatile_attributes | {"forward"}
+    # What we have put in the place of a method leads to our whole program.
+    return {n: v for n, v in attributes.items() if n not in left_out and not getattr(type(v), "stands_in", False)}
 
 
 class Describer:
