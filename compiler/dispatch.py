@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .counters import Counters
+from .errors import one_line
 from .fingerprint import Description
 from .graph import MEMORY_FORMATS
 from .guards import Changed, ModuleGuard, WeightGuard
@@ -296,8 +297,11 @@ class RegionForward:
             for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True))
             if not t.is_contiguous(memory_format=fmt)
         )
-        at_one = spec.symbols_at_one(shapes)
-        return Plan(entry, order, relayout, at_one, defaults, frozenset(spec.reads), spec.left_behind(shapes))
+        try:
+            writes = spec.left_behind(shapes)
+        except Exception as error:  # a file says what it likes
+            return f"a graph whose contract makes no sense ({one_line(error)})"
+        return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)
 
     def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the context arguments. Raises Unsupported if the call is not one for graphs."""

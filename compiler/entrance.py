@@ -81,8 +81,9 @@ class Entrance:
         if self.compiled is None:
             return False
         if not self.sampling.is_known():
-            if self.compiled.follow() and self.recordings is not None:
-                self.recordings.forget()
+            has_changed = self.compiled.follow()
+            if self.recordings is not None:
+                self.recordings.forget() if has_changed else self.recordings.look()
             self.sampling.note()
         return self.compiled.watch_over()
 

@@ -116,11 +116,10 @@ def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
 class Describer:
     """Describes the regions of a network at one moment. Code that several regions share is looked at once."""
 
-    def __init__(self, host: Host, watch: Watch | None = None) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._watch = watch or Watch(functools.partial(settings_of, host=host))
+        self._watch = Watch(functools.partial(settings_of, host=host))
         self._codes: dict[frozenset, Code] = {}
-        self._known: dict[int, tuple[Any, Any, set]] = {}
 
     def describe(self, module: nn.Module) -> Description:
         """Describe a region."""
@@ -541,6 +540,7 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     return tuple(
         name
         for cls in kind.__mro__
+        if "__slots__" in vars(cls)  # the members of classes in C are none of Python's
         for name, value in vars(cls).items()
         if isinstance(value, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
     )

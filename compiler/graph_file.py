@@ -26,7 +26,7 @@ from .errors import printable
 from .graph import CompiledGraph, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .trust import Trust, UnusableKey
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".graph.safetensors"
 A = TypeVar("A")
 B = TypeVar("B")
@@ -260,6 +260,8 @@ def _spec(fields: Mapping[str, Any]) -> GraphSpec:
         mutated=_each(_count, fields["mutated"]),
         outputs=_each(_flag, fields["outputs"]),
         tree=_text(fields["tree"]),
+        reads=_each(_text, fields["reads"]),
+        writes=_text(fields["writes"]),
     )
 
 

@@ -27,12 +27,13 @@ from torch.utils import _pytree as pytree
 
 from .counters import Counters, totals
 from .errors import one_line
-from .fingerprint import strings_of
+from .fingerprint import Describer
 from .guards import Changed, ModuleGuard, TensorGuard
 from .host import Host
 from .signature import Unsupported, describe, forward_signature
 from .verify import disagreement
 from .waits import WaitWatch
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -175,10 +176,12 @@ class Recordings:
         self._within = within
         names = forward_signature(type(network)).parameters
         self._context_places = {i: name for i, name in enumerate(names) if name in host.context_arguments}
-        self._literals = strings_of(network, host)
+        self._strings = Describer(host).describe(network).strings
         self._modules = ModuleGuard(network, host)
         self._tensors: TensorGuard | None = None
         """From the first call on that could be recorded."""
+        self._watch: Watch | None = None
+        """Of the whole network, likewise: a recording holds what runs between blocks, too."""
         self._calls: dict[Any, _Recorded | str | None] = {}
         """By a call's arguments: a recording, why there is none, or that such a call ran undisturbed once."""
         self._proven: dict[Any, Any] = {}
@@ -219,6 +222,11 @@ class Recordings:
             return self._call_recorded(key, call, args, kwargs)
         return call(*args, **kwargs)
 
+    def look(self) -> None:
+        """Before a sampling, drop recordings of what the network is no longer."""
+        if self._watch is not None and not self._watch.holds():
+            self.forget()
+
     def rest(self) -> None:
         """Give back the memory that recordings work in, at the end of a sampling; without it some cannot go on."""
         self._used.clear()
@@ -235,7 +243,7 @@ class Recordings:
         if has_recorded:
             self._wait()
         self._calls.clear()
-        self._tensors = self._pool = None
+        self._tensors = self._watch = self._pool = None
         if has_recorded and is_lent_memory(self._device):
             return_lent_memory(self._device)
 
@@ -247,7 +255,7 @@ class Recordings:
         names = self._host.context_arguments
         context = {name: args[i] for i, name in self._context_places.items() if i < len(args)}
         context |= {name: kwargs[name] for name in names & kwargs.keys()}
-        if reason := self._host.unrepeatable(context, self._literals):
+        if reason := self._host.unrepeatable(context, self._strings):
             raise Unsupported(reason)
         tensors: list[torch.Tensor] = []
         places = self._context_places
@@ -270,6 +278,7 @@ class Recordings:
         if self._disturbances() == disturbances and self._has_room():
             self._calls[key] = None
             self._tensors = self._tensors or TensorGuard(self._network(), self._device)
+            self._watch = self._watch or _watch_of(self._network(), self._host)
             self._retired = totals.retired
             self.reason = "" if self._tensors.is_usable else "weights that are not all on the GPU"
         return result
@@ -337,6 +346,12 @@ class Recordings:
 
     def _is_context(self, place: int | str) -> bool:
         return place in self._context_places or place in self._host.context_arguments
+
+
+def _watch_of(network: nn.Module, host: Host) -> Watch:
+    describer = Describer(host)
+    describer.describe(network)
+    return describer.watch
 
 
 def _replayed(recorded: _Recorded, tensors: Sequence[torch.Tensor]) -> Any:

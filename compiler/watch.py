@@ -293,7 +293,7 @@ def _restore_attributes(item: Any, names: tuple[str, ...]) -> Callable[[], None]
 
     def put_back() -> None:
         for name, value in before:
-            if _attribute(item, name) is value:
+            if is_same(_attribute(item, name), value):
                 continue
             if value is _MISSING:
                 delattr(item, name)

@@ -35,7 +35,7 @@ _EXPLAINED = (
         "its loader.",
     ),
     (
-        ("a replaced forward inside", "a hook on a module inside"),
+        ("a replaced forward inside", "a hook on a module inside", "a hook on every module"),
         "Another extension has changed these blocks, so its version of them runs.",
     ),
     (

@@ -185,7 +185,7 @@ class Looked:
 
 class Replaying:
     def __init__(self):
-        self.served = self.forgotten = 0
+        self.served = self.forgotten = self.looked = 0
 
     def serve(self, call, args, kwargs):
         self.served += 1
@@ -193,6 +193,9 @@ class Replaying:
 
     def forget(self):
         self.forgotten += 1
+
+    def look(self):
+        self.looked += 1
 
 
 @pytest.fixture
@@ -216,7 +219,7 @@ def test_what_changed_drops_the_recordings(replaying):
     network(torch.ones(1))
     compiled.changed = True
     network(torch.ones(1))
-    assert (recordings.served, recordings.forgotten) == (2, 1)
+    assert (recordings.served, recordings.forgotten, recordings.looked) == (2, 1, 1)
 
 
 def test_whatever_fails_while_forwards_are_put_in_place_they_are_taken_out():

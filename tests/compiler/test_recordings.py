@@ -554,3 +554,32 @@ def test_memory_of_recordings_comes_back(end):
         assert used() > before + (16 << 20)
         getattr(recordings, end)()
         assert used() <= before + (20 << 20 if recordings._calls else 2 << 20)  # a recording keeps its input
+
+
+class Outer(nn.Module):
+    """What runs between blocks is recorded with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x, options=None):
+        return self.stem(x)
+
+
+def pad_around(network):
+    network.stem.padding_mode = "circular"
+    network.stem._reversed_padding_repeated_twice = [1, 1]
+
+
+@pytest.mark.parametrize(("change", "dropped"), [(pad_around, True), (lambda network: None, False)])
+def test_a_change_between_blocks_drops_recordings_before_the_next_sampling(change, dropped):
+    network, data = Outer(), torch.randn(2, 4, 6)
+    recordings = serving(network, lambda call, pool: Repeated(call))
+    for _ in range(3):
+        recordings.serve(network, (data,), {})
+    assert recordings._counters.replays == 1
+    change(network)
+    recordings.look()
+    torch.testing.assert_close(recordings.serve(network, (data,), {}), network(data))
+    assert recordings._counters.replays == (1 if dropped else 2)
