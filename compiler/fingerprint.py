@@ -41,7 +41,7 @@ LIBRARIES = frozenset(
 )
 """Packages whose code a description does not follow; the second lot computes nothing of a region."""
 
-MAX_VALUES = 100_000
+MAX_VALUES = 50_000
 """Values of one region. An object that leads to more than that is somebody's whole program."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
@@ -195,7 +195,7 @@ class _Values:
         except Exception as error:  # an object can refuse to be looked at in any way
             self.refuse(f"an object that cannot be looked into ({where}: {type(error).__name__})")
             result = kind.__name__
-        self._done[id(value)] = result
+        self._done[id(value)] = result = _short(result)
         return result
 
     def _describe(self, value: Any, kind: type, where: str) -> Any:
@@ -544,6 +544,12 @@ def _slot_names(kind: type) -> tuple[str, ...]:
         for name, value in vars(cls).items()
         if isinstance(value, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
     )
+
+
+def _short(description: Any) -> Any:
+    """Return a description, or its digest if it is long: what many objects share would else be written out for each."""
+    text = json.dumps(description, sort_keys=True)
+    return description if len(text) < 128 else ["digest", hashlib.sha256(text.encode()).hexdigest()]
 
 
 def _entry(where: str, key: Any) -> str:

@@ -431,3 +431,18 @@ def test_what_stands_in_for_a_method_does_not_matter():
     before = of(block)
     block.decode = Entrance()
     assert of(block) == before
+
+
+def test_objects_that_share_others_are_described_in_their_number():
+    """Written out, what sixty levels share twice would be longer than any memory."""
+    shared = [1.0]
+    for _ in range(60):
+        shared = [shared, shared]
+    block = TransformerBlock()
+    block.setting = shared
+    before = of(block)
+    inner = shared
+    while isinstance(inner[0], list):
+        inner = inner[0]
+    inner[0] = 2.0
+    assert of(block) != before

@@ -105,7 +105,7 @@ def test_a_file_its_owner_trusted_is_read(data, tmp_path):
         lambda m: m["graphs"][0].update(key=m["graphs"][1]["key"]),
         lambda m: m["graphs"][0]["spec"].update(guards=[]),
         lambda m: m["graphs"][0]["environment"].update(torch="2.14"),
-        lambda m: m.update(format=2),
+        lambda m: m.update(format=9),
         lambda m: m["graphs"].clear(),
     ],
 )
