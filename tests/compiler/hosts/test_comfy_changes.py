@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 NAME = "tiny_sd15"
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
+"""Relative error of a sampled latent; GPUs sample in half precision."""
 
 
 def convolutions(network):
@@ -82,7 +84,7 @@ CHANGES = [tile, tile_by_method, edit_eps, edit_heads, swap_class, replace_on_cl
 
 
 def same(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item() <= 1e-4
+    return ((ours - theirs).norm() / theirs.norm()).item() <= BOUND
 
 
 @pytest.fixture
