@@ -32,7 +32,7 @@ from torch import nn
 
 from .host import Host
 from .layout import has_layouts, stride_in
-from .source import CONSTRUCTORS, Source, functions_in, is_native, qualified_name, read_source
+from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, qualified_name, read_source
 from .watch import PLAIN, Watch, class_settings
 
 LIBRARIES = frozenset(
@@ -369,11 +369,14 @@ class _Closure:
         self._values = _Values(describer, {})
         self._records: set[str] = set()
         self._strings: set[str] = set()
+        self._attributes: set[str] = set()
+        self._additions: list[tuple[str, str, types.FunctionType]] = []
+        """What somebody has given to a library's classes and modules: owner, name, function."""
 
     def of(self, roots: Iterable[Any]) -> Code:
         seen: set[Any] = set()
         pending = [*roots, *self._foreign_everywhere()]
-        while pending:
+        while pending or (pending := self._named_additions()):
             item = pending.pop()
             if item in seen:
                 continue
@@ -390,8 +393,27 @@ class _Closure:
             self._watch.entries(vars(namespace), tuple(functions))
             for name, value in functions.items():
                 if isinstance(value, types.FunctionType) and not is_outside(_home(value), self._host):
-                    self._records.add(f"{namespace.__name__}.{name} is {qualified_name(value)}")
-                    yield value
+                    yield from self._foreign(namespace, name, value)
+
+    def _foreign(self, owner: Any, name: str, function: types.FunctionType) -> Iterator[types.FunctionType]:
+        """Yield what takes the place of a library's own function; keep what only comes beside them for later.
+
+        Whole packages leave such helpers behind (transformers: `Module.smart_apply`), and no layer calls them.
+        """
+        title = owner.__name__ if isinstance(owner, types.ModuleType) else qualified_name(owner)
+        if not knows_name(owner, name):
+            self._additions.append((title, name, function))
+            return
+        self._records.add(f"{title}.{name} is {qualified_name(function)}")
+        yield function
+
+    def _named_additions(self) -> list[types.FunctionType]:
+        """Return the additions to libraries that the code read so far has a name for."""
+        used = self._attributes | self._strings
+        named = [addition for addition in self._additions if addition[1] in used]
+        self._additions = [addition for addition in self._additions if addition[1] not in used]
+        self._records.update(f"{title}.{name} is {qualified_name(function)}" for title, name, function in named)
+        return [function for _, _, function in named]
 
     def _class(self, cls: type) -> Iterator[Any]:
         if cls is object:
@@ -402,8 +424,7 @@ class _Closure:
             self._records.add(qualified_name(cls))
             for name, value in _methods(cls):
                 if not is_outside(_home(value), self._host):
-                    self._records.add(f"{qualified_name(cls)}.{name} is {qualified_name(value)}")
-                    yield value
+                    yield from self._foreign(cls, name, value)
             return
         yield from self._read(cls)
         for name, value in class_settings(cls).items():
@@ -434,6 +455,7 @@ class _Closure:
         source = read_source(item)
         self._records.add(source.text)
         self._strings.update(source.strings)
+        self._attributes.update(source.attributes)
         # Resolved anew each time: an extension may have replaced a helper since the last look.
         for chain in source.names:
             yield from self._resolve(item, chain, source)

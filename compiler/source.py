@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
+import re
+import sys
 import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
+
+import torch
 
 from .source_text import running_source
 
@@ -32,6 +37,8 @@ class Source:
     """Names that it assigns: if they are no globals, they are its own."""
     changed: frozenset[tuple[str, ...]] = field(default=frozenset())
     """Dotted names whose content it changes: as globals they are its memory, and no settings."""
+    attributes: frozenset[str] = field(default=frozenset())
+    """Names of attributes that it reads, of whatever."""
     strings: frozenset[str] = field(default=frozenset())
     """String constants: a key that is not among them cannot be looked up by a constant."""
 
@@ -88,6 +95,7 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         tuple(sorted({tuple(chain) for node in nodes if id(node) not in inner and (chain := _dotted(node))})),
         frozenset(_bound(nodes)) - {name for node in nodes if isinstance(node, ast.Global) for name in node.names},
         frozenset(_changed(nodes)) - {()},
+        frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
     )
 
@@ -102,11 +110,33 @@ def is_native(cls: type, name: str, function: Any) -> bool:
     )
 
 
+def knows_name(owner: Any, name: str) -> bool:
+    """Whether the library that a class or module is of has a use for a name there, whoever put what is there now."""
+    if name.startswith("__") and name.endswith("__"):  # Python itself calls those
+        return True
+    bases = owner.__mro__[1:] if isinstance(owner, type) else (torch._C._VariableFunctions,)
+    module = owner.__module__ if isinstance(owner, type) else owner.__name__
+    if any(hasattr(base, name) for base in bases):
+        return True
+    words = _words(module)
+    return words is None or name in words
+
+
+@lru_cache(maxsize=256)
+def _words(module: str) -> frozenset[str] | None:
+    """Return every word in the source of a module, or None if it is not to be had."""
+    try:
+        return frozenset(re.findall(r"\w+", inspect.getsource(sys.modules[module])))
+    except (KeyError, OSError, TypeError):
+        return None
+
+
 def _compiled_source(title: str, codes: tuple[types.CodeType, ...]) -> Source:
     constants = [value for code in codes for value in _constants(code)]
     names = sorted({(name,) for code in codes for name in _global_names(code)})
     strings = frozenset(value for value in constants if isinstance(value, str))
-    return Source("\n".join([title, *map(_bytecode, codes)]), tuple(names), strings=strings)
+    attributes = frozenset(name for (name,) in names)
+    return Source("\n".join([title, *map(_bytecode, codes)]), tuple(names), attributes=attributes, strings=strings)
 
 
 def _bytecode(code: types.CodeType) -> str:

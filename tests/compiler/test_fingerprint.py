@@ -446,3 +446,57 @@ def test_objects_that_share_others_are_described_in_their_number():
         inner = inner[0]
     inner[0] = 2.0
     assert of(block) != before
+
+
+def from_an_extension(name, source):
+    """Return a function of a module that is no library."""
+    scope = {"__name__": "extension", "CALLS": []}
+    exec(source, scope)
+    return scope[name]
+
+
+@pytest.mark.parametrize("owner", [nn.Module, torch, torch.nn.functional, torch.Tensor])
+def test_what_an_extension_adds_to_torch_does_not_matter(owner, monkeypatch):
+    """transformers adds a method to torch's modules that reads its own globals."""
+    block = TransformerBlock()
+    before = Describer(Host()).describe(block)
+    helper = from_an_extension("smart_apply", "def smart_apply(self):\n    CALLS.append(self)\n")
+    monkeypatch.setattr(owner, "smart_apply", helper, raising=False)
+    assert Describer(Host()).describe(block) == before
+    assert not before.obscure
+
+
+class Helped(nn.Module):
+    def forward(self, x):
+        return self.helped(x)
+
+
+class HelpedByName(nn.Module):
+    def forward(self, x):
+        return getattr(self, "helped")(x)  # noqa: B009
+
+
+@pytest.mark.parametrize("kind", [Helped, HelpedByName])
+def test_what_an_extension_adds_to_torch_matters_to_those_who_call_it(kind, monkeypatch):
+    twice = from_an_extension("helped", "def helped(self, x):\n    return x * 2\n")
+    monkeypatch.setattr(nn.Module, "helped", twice, raising=False)
+    before = of(kind())
+    monkeypatch.setattr(nn.Module, "helped", from_an_extension("helped", "def helped(self, x):\n    return x * 3\n"))
+    assert of(kind()) != before
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(nn.Module, "__call__"), (nn.Module, "_call_impl"), (nn.Linear, "forward"), (torch.nn.functional, "linear")]
+    + [(torch, "matmul"), (torch.Tensor, "__add__"), (torch.Tensor, "reshape")],
+)
+def test_what_an_extension_puts_in_the_place_of_torchs_own_matters(owner, name, monkeypatch):
+    block = TransformerBlock()
+    before = of(block)
+    source = f"def {name}(*arguments):\n    return original(*arguments)\n"
+    replacement = from_an_extension(name, source)
+    replacement.__globals__["original"] = getattr(owner, name)
+    monkeypatch.setattr(owner, name, replacement)
+    after = of(block)
+    monkeypatch.undo()
+    assert after != before
