@@ -106,11 +106,16 @@ def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
         return {
             name: value
             for name, value in attributes.items()
-            if name in listed or (name not in host.volatile_attributes and name != "forward" and _is_method(cls, name))
+            if name in listed or (not host.is_volatile(name) and name != "forward" and _is_method(cls, name))
         }
-    left_out = _MODULE_INTERNALS | host.volatile_attributes | {"forward"}
-    # What we have put in the place of a method leads to our whole program.
-    return {n: v for n, v in attributes.items() if n not in left_out and not getattr(type(v), "stands_in", False)}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name not in _MODULE_INTERNALS
+        and name != "forward"
+        and not host.is_volatile(name)
+        and not getattr(type(value), "stands_in", False)  # what we put in the place of a method leads to all we are
+    }
 
 
 class Describer:
@@ -138,9 +143,10 @@ class Describer:
                 for name, value in settings_of(child, self._host).items()
             }
             tensors = {
-                name: None if t is None else [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
+                name: [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
                 for group in (child._parameters, child._buffers)
                 for name, t in group.items()
+                if t is not None  # a layer that is filled from a file has no place for what is not there
             }
             record.append([path, qualified_name(type(child)), settings, tensors])
         code = self.code(frozenset(roots | values.code))

@@ -78,6 +78,11 @@ class GraphSpec:
         return [(w.shape, w.stride, getattr(torch, w.dtype.removeprefix("torch.")), device) for w in self.weights]
 
     @cached_property
+    def weight_names(self) -> tuple[str, ...]:
+        """The name of each weight in its region, by which calls match their weights to the graph's."""
+        return tuple(weight.name for weight in self.weights)
+
+    @cached_property
     def _tree(self) -> pytree.TreeSpec:
         return pytree.treespec_loads(self.tree)
 

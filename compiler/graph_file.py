@@ -26,7 +26,7 @@ from .errors import printable
 from .graph import CompiledGraph, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .trust import Trust, UnusableKey
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".graph.safetensors"
 A = TypeVar("A")
 B = TypeVar("B")

@@ -98,7 +98,9 @@ class WeightGuard:
 
     def __init__(self, region: nn.Module, host: Host, device: torch.device) -> None:
         """`device` is where the region runs; its weights may be on their way there."""
-        self._slots = [slot for _, slot in tensor_slots(region)]
+        named = list(tensor_slots(region))
+        self._slots = [slot for _, slot in named]
+        self._names = tuple(name for name, _ in named)
         self._shapes = [(weight.dtype, weight.shape) for weight in self.current()]
         self._device = device if host.weights_say_device else None
         self._spec: GraphSpec | None = None
@@ -127,8 +129,9 @@ class WeightGuard:
         if spec is self._spec:
             return weights
         self._spec = None
-        names = (name for _, name in self._slots)
-        arranged = [self._admit(*each) for each in zip(weights, names, spec.weight_layout, strict=True)]
+        if self._names != spec.weight_names:
+            raise Unsupported("weights of other names than those that the graph was compiled with")
+        arranged = [self._admit(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
             self._spec, self._known = spec, _Tensors(weights)
         return arranged

@@ -50,6 +50,10 @@ class Host:
     arranged_on: frozenset[str] = frozenset({"cuda"})
     """Types of device for which graphs of regions that it `arranges` take weights in channels_last."""
 
+    def is_volatile(self, name: str) -> bool:
+        """Whether an attribute of a module is one that the host sets while it manages memory."""
+        return name in self.volatile_attributes
+
     def arranges(self, region: nn.Module) -> bool:
         """Whether the weights of a region's convolutions are arranged for as long as its model runs.
 

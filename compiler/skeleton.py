@@ -27,11 +27,14 @@ def skeleton(module: nn.Module, host: Host, tensor: Callable[[torch.Tensor], tor
 
 
 def tensor_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Yield the dotted name and the slot of every parameter and buffer, in a fixed order."""
+    """Yield the dotted name and the slot of every parameter and buffer.
+
+    A layer's tensors are sorted by name: they come in whatever order they were registered in, which can be a file's.
+    """
     for path, child in module.named_modules():
         for group in (child._parameters, child._buffers):
-            for name, tensor in group.items():
-                if tensor is not None:
+            for name in sorted(group):
+                if group[name] is not None:
                     yield f"{path}.{name}" if path else name, (group, name)
 
 
@@ -44,11 +47,10 @@ def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Mo
     if id(module) in done:
         return done[id(module)]
     twin = done[id(module)] = module.__class__.__new__(module.__class__)
-    left_out = host.volatile_attributes - host.traced_attributes
     attributes = {
         name: OrderedDict() if name.endswith("_hooks") and isinstance(value, dict) else _own(value)
         for name, value in module.__dict__.items()
-        if name != "forward" and name not in left_out
+        if name != "forward" and (name in host.traced_attributes or not host.is_volatile(name))
     }
     twin.__dict__.update(attributes)
     for group in ("_parameters", "_buffers"):

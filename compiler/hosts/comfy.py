@@ -90,8 +90,6 @@ class ComfyHost(Host):
         "comfy_patched_weights",
         "comfy_force_cast_weights",
         "comfy_need_lazy_init_bias",
-        "weight_comfy_model_dtype",
-        "bias_comfy_model_dtype",
         "seed_key",
         # Weights that are streamed (`ModelPatcherDynamic.load`, `comfy.model_prefetch`).
         "_v",
@@ -123,6 +121,10 @@ class ComfyHost(Host):
         "comfy.windows",
         "comfy_aimdo",
     )
+
+    def is_volatile(self, name: str) -> bool:
+        """A newer core notes on every module what dtype each of its tensors had in the file."""
+        return name in self.volatile_attributes or name.endswith("_comfy_model_dtype")
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""

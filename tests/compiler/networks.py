@@ -11,6 +11,7 @@ from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.model import CompiledModel
 from compiled_graphs.compiler.probe import Sizes, wanted_variants
 from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.skeleton import tensor_slots
 from compiled_graphs.compiler.trace import export_region
 from torch import nn
 from torch.nn import functional
@@ -239,7 +240,7 @@ def export(network, probe=call):
 
 
 def weights_of(module):
-    return [*module.parameters(), *module.buffers()]
+    return [group[name] for _, (group, name) in tensor_slots(module)]
 
 
 def said(caplog):

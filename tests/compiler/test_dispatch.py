@@ -32,6 +32,7 @@ from networks import (
     said,
     sizes,
     transformer,
+    weights_of,
 )
 from torch import nn
 
@@ -155,10 +156,10 @@ def test_weights_moved_to_another_layout_reach_the_graph_in_the_one_it_was_compi
             return AlteredExecutable(run, lambda outputs, number: outputs)
 
     network = ConvolutionNetwork().to(memory_format=torch.channels_last)
-    strides = [weight.stride() for weight in network.blocks[0].parameters()]
+    strides = [weight.stride() for weight in weights_of(network.blocks[0])]
     reference, compiled = pair(network, registry, backend=Watching())
     network.to(memory_format=torch.contiguous_format)
-    assert [weight.stride() for weight in network.blocks[0].parameters()] != strides
+    assert [weight.stride() for weight in weights_of(network.blocks[0])] != strides
     inputs = network.inputs(sizes())
     same(network(*inputs), reference(*inputs))
     assert len(seen) >= len(network.blocks)

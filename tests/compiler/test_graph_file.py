@@ -140,9 +140,15 @@ def test_a_blob_that_unpacks_to_more_than_it_says_is_stopped(trust, monkeypatch)
         ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
         ((2).to_bytes(8, "little") + b"{}", "not a graph file"),
         (save({}, {"other": "x"}), "without graphs"),
-        (save({}, {"compiled_graphs": '{"format": 1}'}), "this version reads 2"),
-        (save({}, {"compiled_graphs": '{"format": 2, "graphs": [{}]}'}), "manifest is damaged"),
-        (save({}, {"compiled_graphs": '{"format": 2, "graphs": ' + "[" * 40 + "]" * 40 + "}"}), "nested"),
+        (save({}, {"compiled_graphs": '{"format": 1}'}), f"this version reads {graph_file.FORMAT}"),
+        (
+            save({}, {"compiled_graphs": json.dumps({"format": graph_file.FORMAT, "graphs": [{}]})}),
+            "manifest is damaged",
+        ),
+        (
+            save({}, {"compiled_graphs": f'{{"format": {graph_file.FORMAT}, "graphs": ' + "[" * 40 + "]" * 40 + "}"}),
+            "nested",
+        ),
     ],
 )
 def test_what_is_no_graph_file_is_said_in_one_sentence(data, words):
@@ -223,7 +229,7 @@ def manifest_of(data):
 @pytest.mark.parametrize("graphs", [None, 5, "text", {}, [5], [[]], ["text"]])
 def test_what_is_no_list_of_graphs_is_said_in_one_sentence(data, graphs):
     with pytest.raises(GraphFileError, match="manifest is damaged"):
-        read_manifest(edit_metadata(data, compiled_graphs=json.dumps({"format": 2, "graphs": graphs})))
+        read_manifest(edit_metadata(data, compiled_graphs=json.dumps({"format": graph_file.FORMAT, "graphs": graphs})))
 
 
 @pytest.mark.parametrize("place", [None, 5, [], {}, {"data_offsets": 5}, {"data_offsets": [0, 10**9]}])

@@ -8,6 +8,7 @@ from compiled_graphs.compiler import gpu_functions
 from compiled_graphs.compiler.gpu_functions import cat_by_tokens
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.signature import Unsupported
+from compiled_graphs.compiler.skeleton import tensor_slots
 from compiled_graphs.compiler.trace import _limits, export_region
 from networks import (
     ConvolutionNetwork,
@@ -47,7 +48,8 @@ def test_a_graph_computes_the_region_from_any_weights_and_sizes():
 def test_every_weight_is_an_input_by_name_and_nothing_is_a_constant():
     exported = export(transformer())
     block = TransformerBlock()
-    assert [weight.name for weight in exported.spec.weights] == [name for name, _ in block.named_parameters()]
+    assert exported.spec.weight_names == tuple(name for name, _ in tensor_slots(block))
+    assert set(exported.spec.weight_names) == {name for name, _ in block.named_parameters()}
     placeholders = [node for node in exported.program.graph.nodes if node.op == "placeholder"]
     assert len(placeholders) == len(exported.spec.weights) + len(exported.spec.inputs)
     assert not exported.program.constants

@@ -21,7 +21,7 @@ from compiled_graphs.compiler.jobs import CompileTimeout
 from compiled_graphs.compiler.registry import Place, Registry
 from compiled_graphs.compiler.worker import Setup
 from compiled_graphs.compiler.workers import WorkerError, Workers, worker_count
-from networks import ConvolutionNetwork, compile_network, variants_of
+from networks import ConvolutionNetwork, compile_network, variants_of, weights_of
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_a_region_comes_back_as_a_graph_that_gives_eagers_values(workers, varian
     assert (source, counters.compiles) == ("compiled", 1)
     region = variant.module
     inputs = [torch.randn(shape) for shape in variant.hints]
-    weights = [*region.parameters(), *region.buffers()]
+    weights = weights_of(region)
     with torch.no_grad():
         torch.testing.assert_close(entry.graph(weights, inputs)[0], region(*inputs))
     assert registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY) == (entry, "memory")

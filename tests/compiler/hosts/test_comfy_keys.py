@@ -15,9 +15,9 @@ from compiled_graphs.compiler.hosts import comfy as host
 from compiled_graphs.compiler.hosts import comfy_calls, comfy_worker
 from compiled_graphs.compiler.probe import wanted_variants
 from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.skeleton import tensor_slots
 from compiled_graphs.compiler.workers import Workers
 
-CPU = torch.device("cpu")
 NAMES = ["tiny_sd15", "tiny_sd15_inpaint", "tiny_svd", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
 
 
@@ -94,6 +94,33 @@ def test_the_key_is_the_same_with_streamed_weights(load, streamed, name):
         assert fingerprints(network) == before
 
 
+@pytest.fixture
+def filled_from_a_file(load, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], torch.nn.Module]:
+    """Load a network as a core does that streams: its layers are empty until a file fills them in the file's order."""
+
+    def load_filled(name: str) -> torch.nn.Module:
+        memory = pytest.importorskip("comfy.memory_management")
+        network = load(name).model.diffusion_model
+        weights = {name: network.state_dict()[name] for name in sorted(network.state_dict())}
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "aimdo_enabled", True)
+            filled = type(network)(
+                **load(name).model.model_config.unet_config, operations=comfy.ops.disable_weight_init
+            )
+            filled.eval().load_state_dict(weights, assign=True)
+        return filled
+
+    return load_filled
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_key_is_the_same_for_layers_that_a_file_has_filled(load, filled_from_a_file, name):
+    filled = filled_from_a_file(name)
+    network = load(name).model.diffusion_model
+    assert fingerprints(filled) == fingerprints(network)
+    assert [name for name, _ in tensor_slots(filled)] == [name for name, _ in tensor_slots(network)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bookkeeping_of_the_host_is_no_change(load, streamed, name):
     network = load(name).model.diffusion_model
@@ -121,7 +148,8 @@ def test_a_worker_process_finds_the_same_key(load, sample, workers, name):
     regions = find_regions(network)
     known = fingerprints(network)
     call: Any = comfy_calls.SamplingCall(model, host.HOST)
-    variants = wanted_variants(network, {r: known[r.path] for r in regions}, CPU, host.HOST, call)
+    device = next(network.parameters()).device
+    variants = wanted_variants(network, {r: known[r.path] for r in regions}, device, host.HOST, call)
     assert variants
     for variant in variants:
         workers.compile(variant, "eager")  # raises WorkerError if it is another block there
