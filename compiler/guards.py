@@ -130,7 +130,7 @@ class WeightGuard:
             return weights
         self._spec = None
         if self._names != spec.weight_names:
-            raise Unsupported("weights of other names than those that the graph was compiled with")
+            raise _other_weights(next(iter(self._names), "none"))
         arranged = [self._admit(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
             self._spec, self._known = spec, _Tensors(weights)
@@ -148,11 +148,16 @@ class WeightGuard:
         if weight.device != device:
             raise Unsupported(f"weights on {weight.device} while the model runs on {device}")
         if weight.dtype != dtype or weight.shape != shape:
-            raise Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
+            raise _other_weights(name)
         if weight.stride() == stride:
             return weight
         # A LoRA puts back contiguous weights where the model had channels_last ones.
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
+
+
+def _other_weights(path: str) -> Unsupported:
+    name = path.rpartition(".")[2]
+    return Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
 
 
 class _Tensors:

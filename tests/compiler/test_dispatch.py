@@ -36,6 +36,8 @@ from networks import (
 )
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 Tokens = namedtuple("Tokens", "x mask")
 
 

@@ -37,6 +37,8 @@ from networks import (
 )
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 SIZES = [
     sizes(batch=1, height=8, width=8, tokens=16),
     sizes(batch=4, height=6, width=10, tokens=7),

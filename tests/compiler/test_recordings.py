@@ -14,6 +14,8 @@ from compiled_graphs.compiler.recordings import FEWEST_STEPS, MAX_RECORDINGS, Re
 from recorders import Repeated
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 GPU = torch.device("cuda") if torch.cuda.is_available() else None
 on_gpu = pytest.mark.skipif(GPU is None, reason="no GPU")
 

@@ -17,6 +17,8 @@ from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
 from networks import ConvolutionNetwork, call, compile_network, install, said, sizes, transformer, variants_of
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 class SlowBackend(EagerBackend):
     def __init__(self):

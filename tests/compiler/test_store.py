@@ -32,6 +32,8 @@ from fsspec.registry import _registry
 from networks import ConvolutionNetwork, StreamNetwork, call, compile_network, said, sizes, transformer
 from safetensors.torch import save
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 SPEC = GraphSpec(
     region="Block",
     device="cpu",

@@ -21,6 +21,8 @@ from networks import install
 from torch import nn
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 SCALE = 2.0
 TABLE = {"gain": 3.0}
 sizes_of = [1.0, 2.0]
