@@ -30,7 +30,7 @@ from ..backends import choose_backend
 from ..backends.base import Backend
 from ..background import Background
 from ..entrance import CodingEntrance, Entrance
-from ..fingerprint import fingerprint
+from ..fingerprint import LIBRARIES, fingerprint
 from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
@@ -129,7 +129,7 @@ class ComfyHost(Host):
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""
         cls = type(module)
-        if cls.__module__ != "comfy.ops":
+        if cls.__module__ != "comfy.ops" or _has_code_of_others(module):
             return None
         return _LAYER_SETTINGS.union(*(vars(base).get("__constants__", ()) for base in cls.__mro__))
 
@@ -215,6 +215,26 @@ class ComfyHost(Host):
 def _covers(blocks: Mapping[tuple, Any], block: tuple | None) -> bool:
     """Replacement patches name (place, number) or (place, number, transformer)."""
     return any(block is None or tuple(key[:2]) == tuple(block[:2]) for key in blocks)
+
+
+def _has_code_of_others(layer: nn.Module) -> bool:
+    """Whether an extension has put a method in the place of a layer's own: it can read any attribute.
+
+    A node that tiles in one direction keeps its paddings on the layer.
+    """
+    methods = [
+        value for name, value in vars(layer).items() if name != "forward" and callable(getattr(type(layer), name, None))
+    ]
+    for cls in type(layer).__mro__:
+        if cls is nn.Module:
+            break
+        methods += vars(cls).values()
+    return any(_is_of_others(getattr(method, "__func__", method)) for method in methods)
+
+
+def _is_of_others(method: Any) -> bool:
+    home = getattr(method, "__globals__", {}).get("__name__", "comfy")
+    return home.partition(".")[0] not in ("comfy", *LIBRARIES)
 
 
 HOST = ComfyHost()

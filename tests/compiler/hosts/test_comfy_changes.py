@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def tile_by_method(network, patch):
 
     for layer in convolutions(network):
         patch.setattr(layer, "_conv_forward", make(layer), raising=False)
+
+
+class Direction:
+    """What a tiling node leaves on each layer: a method of its own, and what that reads."""
+
+    def conv_forward(self, x, weight, bias):
+        x = functional.pad(x, self.padding_x, mode=self.mode_x)
+        x = functional.pad(x, self.padding_y, mode=self.mode_y)
+        return functional.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+
+def tile_in(network, patch, x, y):
+    for layer in convolutions(network):
+        patch.setattr(layer, "mode_x", "circular" if x else "constant", raising=False)
+        patch.setattr(layer, "mode_y", "circular" if y else "constant", raising=False)
+        patch.setattr(layer, "padding_x", (layer.padding[1], layer.padding[1], 0, 0), raising=False)
+        patch.setattr(layer, "padding_y", (0, 0, layer.padding[0], layer.padding[0]), raising=False)
+        patch.setattr(layer, "_conv_forward", types.MethodType(Direction.conv_forward, layer), raising=False)
 
 
 def edit_eps(network, patch):
@@ -103,6 +122,16 @@ def test_a_change_after_compiling_shows(compiled, sample, monkeypatch, change):
         assert not same(theirs, before)
         assert same(sample(fast, NAME), theirs)
     assert same(sample(fast, NAME), before)
+
+
+def test_attributes_that_a_replaced_method_reads_show(compiled, sample, monkeypatch):
+    """Graphs of one direction were proven right, and the next prompt tiles in the other."""
+    model, fast = compiled
+    for x, y in ((True, True), (True, False), (False, True)):
+        with monkeypatch.context() as patch:
+            tile_in(model.model.diffusion_model, patch, x, y)
+            for _ in range(2):
+                assert same(sample(fast, NAME), sample(model, NAME))
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
