@@ -103,7 +103,10 @@ def receive(source: BinaryIO) -> Any:
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
-    data = source.read(_LENGTH.unpack(head)[0])
+    length = _LENGTH.unpack(head)[0]
+    data = source.read(length)
+    if len(data) < length:
+        raise EOFError
     return pickle.loads(data)
 
 

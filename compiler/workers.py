@@ -63,7 +63,8 @@ class _Process:
     def ask(self, order: Order, limit: float) -> Made:
         """Return the answer. Raises WorkerError if the process ends, and CompileTimeout after ending it."""
         expired = threading.Event()
-        timer = threading.Timer(limit, lambda: (expired.set(), self.end()))
+        # The pipes stay open: this thread reads them, and is told by their end.
+        timer = threading.Timer(limit, lambda: (expired.set(), self._process.kill()))
         timer.daemon = True
         timer.start()
         try:

@@ -30,7 +30,7 @@ from ..backends import choose_backend
 from ..backends.base import Backend
 from ..background import Background
 from ..entrance import CodingEntrance, Entrance
-from ..fingerprint import LIBRARIES, fingerprint
+from ..fingerprint import fingerprint, is_outside
 from ..graph import CompiledGraph, GraphIdentity
 from ..graph_file import StoredGraph
 from ..host import Host
@@ -44,6 +44,7 @@ from ..region import Region, find_regions, is_torch_compiled
 from ..registry import Registry
 from ..sampling import Announced
 from ..scaled_weights import multiply_weights
+from ..source import functions_in
 from ..store import StoreError, open_store
 from ..workers import Workers
 from . import comfy_calls, comfy_deep_cache, comfy_patches, comfy_worker
@@ -222,19 +223,17 @@ def _has_code_of_others(layer: nn.Module) -> bool:
 
     A node that tiles in one direction keeps its paddings on the layer.
     """
-    methods = [
-        value for name, value in vars(layer).items() if name != "forward" and callable(getattr(type(layer), name, None))
-    ]
-    for cls in type(layer).__mro__:
-        if cls is nn.Module:
-            break
-        methods += vars(cls).values()
-    return any(_is_of_others(getattr(method, "__func__", method)) for method in methods)
+    cls = type(layer)
+    methods = [v for name, v in vars(layer).items() if name != "forward" and callable(getattr(cls, name, None))]
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    methods += [function for base in bases for value in vars(base).values() for function in functions_in(value)]
+    return not all(_is_hosts(getattr(method, "__func__", method)) for method in methods)
 
 
-def _is_of_others(method: Any) -> bool:
-    home = getattr(method, "__globals__", {}).get("__name__", "comfy")
-    return home.partition(".")[0] not in ("comfy", *LIBRARIES)
+def _is_hosts(method: Any) -> bool:
+    """Whether a function is of ComfyUI or a library. What is called and is no function is somebody else's."""
+    home = getattr(method, "__globals__", {}).get("__name__", "")
+    return home.partition(".")[0] == "comfy" or is_outside(home, HOST)
 
 
 HOST = ComfyHost()

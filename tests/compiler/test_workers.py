@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.jobs import CompileTimeout
 from compiled_graphs.compiler.registry import Place, Registry
-from compiled_graphs.compiler.worker import Setup
+from compiled_graphs.compiler.worker import Setup, receive, send
 from compiled_graphs.compiler.workers import WorkerError, Workers, worker_count
 from networks import ConvolutionNetwork, compile_network, variants_of, weights_of
 from torch import nn
@@ -131,15 +132,24 @@ def test_a_process_that_dies_is_replaced(workers, variant):
     assert workers.compile(variant, "eager")
 
 
-def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch):
+@pytest.mark.parametrize("limit", ["1e-9", "0.2"])  # before the process is asked, and while its answer is awaited
+def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch, limit):
     workers = Workers(setup, Host(), count=1)
-    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", "1e-9")  # which nothing keeps
-    with pytest.raises(CompileTimeout, match="1e-09 s"):
+    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
+    with pytest.raises(CompileTimeout, match=f"more than {float(limit):g} s"):
         workers.compile(variant, "eager")
     assert not workers.are_warm
     monkeypatch.delenv("COMPILED_GRAPHS_COMPILE_LIMIT")
     assert workers.compile(variant, "eager")
     workers.stop()
+
+
+@pytest.mark.parametrize("length", [0, 4, 12, -1])
+def test_a_message_that_was_cut_short_is_an_end(length):
+    message = io.BytesIO()
+    send(message, "a graph")
+    with pytest.raises(EOFError):
+        receive(io.BytesIO(message.getvalue()[:length]))
 
 
 def test_idle_processes_end(variant, monkeypatch):

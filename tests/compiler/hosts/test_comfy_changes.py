@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 
 import pytest
@@ -50,13 +51,13 @@ class Direction:
         return functional.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
 
 
-def tile_in(network, patch, x, y):
+def tile_in(network, patch, x, y, bind):
     for layer in convolutions(network):
         patch.setattr(layer, "mode_x", "circular" if x else "constant", raising=False)
         patch.setattr(layer, "mode_y", "circular" if y else "constant", raising=False)
         patch.setattr(layer, "padding_x", (layer.padding[1], layer.padding[1], 0, 0), raising=False)
         patch.setattr(layer, "padding_y", (0, 0, layer.padding[0], layer.padding[0]), raising=False)
-        patch.setattr(layer, "_conv_forward", types.MethodType(Direction.conv_forward, layer), raising=False)
+        patch.setattr(layer, "_conv_forward", bind(Direction.conv_forward, layer), raising=False)
 
 
 def edit_eps(network, patch):
@@ -124,12 +125,13 @@ def test_a_change_after_compiling_shows(compiled, sample, monkeypatch, change):
     assert same(sample(fast, NAME), before)
 
 
-def test_attributes_that_a_replaced_method_reads_show(compiled, sample, monkeypatch):
+@pytest.mark.parametrize("bind", [types.MethodType, functools.partial])
+def test_attributes_that_a_replaced_method_reads_show(compiled, sample, monkeypatch, bind):
     """Graphs of one direction were proven right, and the next prompt tiles in the other."""
     model, fast = compiled
     for x, y in ((True, True), (True, False), (False, True)):
         with monkeypatch.context() as patch:
-            tile_in(model.model.diffusion_model, patch, x, y)
+            tile_in(model.model.diffusion_model, patch, x, y, bind)
             for _ in range(2):
                 assert same(sample(fast, NAME), sample(model, NAME))
 
