@@ -102,7 +102,7 @@ def recorded(network, patcher, name: str) -> tuple[float, float]:
     """Return microseconds that a recorded step takes on the host, its replay taken out, and those until its replay."""
     from compiled_graphs.compiler.counters import Counters
     from compiled_graphs.compiler.hosts import comfy as host
-    from compiled_graphs.compiler.recordings import Recordings
+    from compiled_graphs.compiler.step_replay import StepReplay
 
     class Silent:
         def __init__(self, call, pool) -> None:
@@ -114,7 +114,7 @@ def recorded(network, patcher, name: str) -> tuple[float, float]:
     begun: list[float] = []
     replayed: list[float] = []
     result = torch.ones(2, 4, 8, 12)
-    recordings = Recordings(network, host.HOST, Counters(), torch.device("cpu"), Silent)
+    recordings = StepReplay(network, host.HOST, Counters(), torch.device("cpu"), Silent)
     context = torch.empty(2, 1, models.CONFIGS[name]["context_dim"])  # to copy inputs is the GPU's work
     kwargs = {"context": context, "control": None, "transformer_options": dict(step.SAMPLING)}
     args = torch.empty(2, 4, 8, 12), torch.ones(2)

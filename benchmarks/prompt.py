@@ -63,6 +63,7 @@ def prepare(home: Path, options: argparse.Namespace):
     import compiled_graphs
     import execution
     import folder_paths
+    from compiled_graphs.compiler.graph_cache import GraphCache
     from compiled_graphs.compiler.hosts import comfy as host
     from compiled_graphs.compiler.hosts import comfy_worker
     from compiled_graphs.compiler.registry import Registry
@@ -73,7 +74,7 @@ def prepare(home: Path, options: argparse.Namespace):
 
     store = options.store or home / "store"
     store.mkdir(parents=True, exist_ok=True)
-    home_registry = Registry(FolderStore(str(store)), workers=Workers(comfy_worker.setup, host.HOST))
+    home_registry = Registry(GraphCache(FolderStore(str(store)), workers=Workers(comfy_worker.setup, host.HOST)))
     host.registry = lambda: home_registry
     nodes.NODE_CLASS_MAPPINGS.update(compiled_graphs.NODE_CLASS_MAPPINGS)
     folder_paths.add_model_folder_path("checkpoints", str(home), is_default=True)

@@ -111,6 +111,7 @@ def _plain(row: dict) -> dict:
 def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]], None]) -> None:
     """Print a table for one architecture, and keep its rows."""
     from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.graph_cache import GraphCache
     from compiled_graphs.compiler.hosts import comfy as host
     from compiled_graphs.compiler.hosts import comfy_worker
     from compiled_graphs.compiler.registry import Registry
@@ -120,7 +121,7 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
     patcher = models.patcher(name, getattr(torch, options.dtype))
     store = FolderStore(tempfile.mkdtemp())
     workers = Workers(comfy_worker.setup, host.HOST)
-    use_registry(host, Registry(store, workers=workers))
+    use_registry(host, Registry(GraphCache(store, workers=workers)))
     workers.start("inductor" if options.backend == "auto" else options.backend, patcher.load_device)
     host.warm_up(options.backend)  # what this process imports; of a backend that was warmed up before, nothing
     time.sleep(options.head_start)  # as while a checkpoint loads
@@ -130,7 +131,7 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
     workers.stop()
     print(f"\n{name}: {text}\n  node: {seconds:.1f} s,", end=" ")
     print(f"{sum(p.stat().st_size for p in store.folder.iterdir()) / 1e6:.1f} MB of graphs")
-    use_registry(host, Registry(store))
+    use_registry(host, Registry(GraphCache(store)))
     start = time.perf_counter()
     called, text = host.compile_model(patcher, host.Request(options.backend, record=False))
     print(f"  again, from the store: {time.perf_counter() - start:.1f} s: {text}")
@@ -284,7 +285,7 @@ def bound(seconds: int) -> Iterator[None]:
 
 def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
     """Return the median milliseconds of the network's call as a CUDA graph, None if it cannot be one."""
-    from compiled_graphs.compiler.recordings import record_on_gpu
+    from compiled_graphs.compiler.cuda_graph import capture_on_gpu
 
     seen = []
     with sampling(patcher) as model:
@@ -297,7 +298,7 @@ def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
             args, kwargs = seen[0]
             run = partial(run_network, model.diffusion_model, args, kwargs)
             run()  # what is compiled for a call from here must not be while it is recorded
-            return pipelined(record_on_gpu(run, torch.cuda.graph_pool_handle()).replay, repeats)
+            return pipelined(capture_on_gpu(run, torch.cuda.graph_pool_handle()).replay, repeats)
         except (RuntimeError, TypeError) as error:
             causes = [str(cause).splitlines()[0] for cause in (error, error.__context__) if cause is not None]
             print(f"    no CUDA graph: {', while handling '.join(causes)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from .counters import Counters
+from .running_call import RunningCall
 
 CALLS = 1600
 """Block calls for each one that is compared: 0.6% of the time of SDXL's steps on an H200 (benchmarks/watch.py)."""
@@ -24,22 +24,24 @@ F = TypeVar("F", bound=_Forward)
 
 
 class Canary:
-    """Counts what has run since the last comparison."""
+    """Knows what has run since the last comparison."""
 
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self._calls = counters.calls
-        self._replays = counters.replays
+    def __init__(self) -> None:
+        self._share = 0.0
+        """Of what may run until the next comparison."""
         self._turn = 0
+
+    def note(self, call: RunningCall) -> None:
+        """Take note of a call of the network that has ended."""
+        self._share += 1 / REPLAYS if call.was_replayed else call.regions / CALLS
 
     def is_due(self) -> bool:
         """Whether enough has run since the last comparison."""
-        calls, replays = self._counters.calls - self._calls, self._counters.replays - self._replays
-        return calls / CALLS + replays / REPLAYS >= 1
+        return self._share >= 1
 
     def choose(self, forwards: list[F]) -> F | None:
         """Return whose call is compared next."""
-        self._calls, self._replays = self._counters.calls, self._counters.replays
+        self._share = 0.0
         if not forwards:
             return None
         self._turn += 1

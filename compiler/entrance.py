@@ -8,82 +8,92 @@ extension may have put a block of its own there.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .dispatch import eagerly
+from .compiled_model import CompiledModel
+from .probe import ModelCall
+from .region_forward import RegionForward, eagerly
+from .running_call import RunningCall, entered
 from .sampling import EachCall, Sampling
+from .step_replay import StepReplay
 from .untouched import turns
 
-if TYPE_CHECKING:
-    from .dispatch import RegionForward
-    from .model import CompiledModel
-    from .recordings import Recordings
-
 log = logging.getLogger(__name__)
+
+Repeat = Callable[[nn.Module, str, tuple, Mapping[str, Any]], ModelCall | None]
+"""Makes of a running call (network, method, arguments) what makes it again at other sizes."""
 
 OVERFLOWED = "a compiled image with values that are not finite, made again eagerly"
 
 
 class Entrance:
-    """Takes the place of a network's method; remembers, per thread, the arguments of the running call."""
+    """Takes the place of a network's method. Each call of it is the running call of its thread."""
 
     stands_in = True
     """Told from what belongs to the network, also by another copy of this package."""
 
-    def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        method: str,
+        inner: Callable | None,
+        compiled: CompiledModel,
+        repeat: Repeat = lambda network, method, args, kwargs: None,
+    ) -> None:
+        """`inner` is what somebody else had put in the method's place, or None for the class's own.
+
+        `repeat` makes of a running call what makes it again at other sizes, so that what it misses can be compiled.
+        """
         self._network = weakref.ref(network)
         self._cls = type(network)
         self.method = method
         self.inner = inner
-        """What somebody else had put in the method's place, or None for the class's own."""
-        self.compiled: CompiledModel | None = None
+        self.compiled = compiled
         """What it was installed with, for those who hold only the network."""
-        self.recordings: Recordings | None = None
+        self._repeat = repeat
+        self.step_replay: StepReplay | None = None
         """If set, serves calls that repeat without Python."""
         self.on_call: Callable[[], None] = lambda: None
         self.sampling: Sampling = EachCall()
         """Tells whether this call is one of a sampling whose network was looked at already."""
-        self._running = threading.local()
         self._forwards: dict[str, RegionForward] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # whoever traces this compiles the blocks as well
             return self._call_network(*args, **kwargs)
-        outer = self.running_call()
-        self._running.call = (args, kwargs)
-        self.on_call()
-        try:
+        call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs))
+        with entered(call):
+            self.on_call()
             is_watched = self._look()
-            with (
-                turns.shared(),
-                self.compiled.pace.timed(self.method, args, kwargs) if self.compiled else nullcontext(),
-            ):
-                if self.recordings is not None and not is_watched:
-                    return self.recordings.serve(self._call_compiled, args, kwargs)
-                return self._call_compiled(*args, **kwargs)
-        finally:
-            self._running.call = outer
+            with turns.shared(), self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call)):
+                if self.step_replay is None or is_watched:
+                    result = self._call_compiled(*args, **kwargs)
+                else:
+                    result = self.step_replay.serve(self._call_compiled, args, kwargs, call)
+            self.compiled.note_call(call)
+            return result
+
+    def _had_setup(self, call: RunningCall) -> bool:
+        """Whether a next call like it takes less: something was set up, or compiled beside it."""
+        background = self.compiled.background
+        return call.had_setup or (background is not None and background.is_busy)
 
     def _look(self) -> bool:
         """Before a sampling, see whether the network is still what its graphs were made of.
 
         Returns whether a block of this call is compared with eager.
         """
-        if self.compiled is None:
-            return False
         if not self.sampling.is_known():
             has_changed = self.compiled.follow()
-            if self.recordings is not None:
-                self.recordings.forget() if has_changed else self.recordings.look()
+            if self.step_replay is not None:
+                self.step_replay.forget() if has_changed else self.step_replay.look()
             self.sampling.note()
         return self.compiled.watch_over()
 
@@ -125,10 +135,6 @@ class Entrance:
         """Return the network, or None if it is gone."""
         return self._network()
 
-    def running_call(self) -> tuple[tuple, dict[str, Any]] | None:
-        """Return the arguments of this thread's running call."""
-        return getattr(self._running, "call", None)
-
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         return self._call_network(*args, **kwargs)
 
@@ -141,8 +147,8 @@ class Entrance:
 class CodingEntrance(Entrance):
     """A VAE's way in: a graph that overflows where eager does not must not make a black image."""
 
-    def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
-        super().__init__(network, method, inner)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.on_broken: Callable[[str], None] = lambda line: None
         """Told when what the graphs gave had to be made again."""
 

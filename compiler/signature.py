@@ -249,3 +249,34 @@ def graph_key(
     """
     record = [fingerprint, structure.text, sizes, dict(environment)]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+class ContextArguments:
+    """The arguments of a class's `forward` that carry the host's bookkeeping, never data."""
+
+    def __init__(self, cls: type, names: frozenset[str]) -> None:
+        self.names = names
+        parameters = forward_signature(cls).parameters if names else ()
+        self.places = {index: name for index, name in enumerate(parameters) if name in names}
+        """Their positions."""
+
+    def of(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a call, by name."""
+        found = {name: args[i] for i, name in self.places.items() if i < len(args)}
+        return found | {name: kwargs[name] for name in self.names & kwargs.keys()}
+
+    def replaced(self, args: tuple, kwargs: Mapping[str, Any], context: Mapping[str, Any]) -> tuple[tuple, dict]:
+        """Return a call's arguments with others in the place of these."""
+        places = self.places
+        args = tuple(context[places[i]] if i in places else value for i, value in enumerate(args))
+        return args, {**kwargs, **{name: context[name] for name in context.keys() & kwargs.keys()}}
+
+    def token(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, list[torch.Tensor]]:
+        """Return what tells a call from others by its remaining arguments, and the tensors among those."""
+        tensors: list[torch.Tensor] = []
+        names, places = self.names, self.places
+        token = (
+            tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
+            tuple([(name, name in names or describe(value, tensors)) for name, value in kwargs.items()]),
+        )
+        return token, tensors

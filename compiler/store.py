@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from . import bounded_json
 from .errors import printable
 from .files import PARTIAL_AGE, STORE, is_partial, open_regular, write_whole
 from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
+from .store_base import StoreEntry
 from .trust import Trust, UnusableKey
 
 if TYPE_CHECKING:
@@ -53,17 +53,6 @@ WRITTEN = ("LastModified", "last_modified", "mtime", "created")
 
 class StoreError(Exception):
     """A place that cannot be a store; the message is one sentence for people."""
-
-
-@dataclass(frozen=True)
-class StoreEntry:
-    """One file of a store."""
-
-    name: str
-    size: int
-    """Bytes."""
-    used: float
-    """Unix seconds."""
 
 
 class _Store(ABC):

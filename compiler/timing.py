@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from .counters import Counters
-
 RUNS = 3
 ENOUGH = 0.05
 """Seconds after which a region is not run again: what takes longer needs no second figure."""
@@ -102,23 +100,23 @@ class Pace:
     On a GPU the time is the GPU's own, between two events: the host runs ahead of it, and nobody waits here.
     """
 
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
+    def __init__(self) -> None:
         self._sizes: OrderedDict[tuple[str, tuple[int, ...]], _Size] = OrderedDict()
         self._lock = threading.Lock()
 
     @contextmanager
-    def timed(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Time the call inside of the block."""
+    def timed(
+        self, method: str, args: tuple, kwargs: Mapping[str, Any], had_setup: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Time the call inside the block, unless it says at the end that it had something to set up."""
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         mark = None if first is None else _mark(first.device)
         if mark is None:
             yield
             return
-        disturbances = self._disturbances()
         yield
         end = _mark(first.device)
-        if end is None or self._disturbances() != disturbances:
+        if end is None or had_setup():
             return
         with self._lock:
             size = self._size(method, tuple(first.shape))
@@ -143,10 +141,6 @@ class Pace:
         while len(self._sizes) > MAX_SIZES:
             self._sizes.popitem(last=False)
         return size
-
-    def _disturbances(self) -> tuple[float, ...]:
-        counts = self._counters
-        return counts.seconds, counts.verifications, counts.retired, counts.recordings
 
 
 def _mark(device: torch.device) -> float | torch.cuda.Event | None:

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from compiled_graphs.compiler import registry as registry_module
+from compiled_graphs.compiler import graph_cache as graph_cache_module
 from compiled_graphs.compiler.registry import Registry
 
 
@@ -35,7 +35,7 @@ def traced_once(monkeypatch):
 
     For tests of what becomes of graphs. Those of tracing, and of blocks that notice it, do not ask.
     """
-    trace = registry_module.export_region
+    trace = graph_cache_module.export_region
 
     def export_region(variant, host):
         key = (variant.fingerprint, variant.structure, variant.device, variant.dtypes, variant.hints, variant.symbolic)
@@ -45,4 +45,4 @@ def traced_once(monkeypatch):
         exported = _TRACED[key]
         return dataclasses.replace(exported, program=copy.deepcopy(exported.program))
 
-    monkeypatch.setattr(registry_module, "export_region", export_region)
+    monkeypatch.setattr(graph_cache_module, "export_region", export_region)

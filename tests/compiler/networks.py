@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from types import MethodType
 
 import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.compiled_model import CompiledModel, Options
 from compiled_graphs.compiler.fingerprint import fingerprint
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.model import CompiledModel
 from compiled_graphs.compiler.probe import Sizes, wanted_variants
 from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.region_kinds import Target
+from compiled_graphs.compiler.running_call import RunningCall, entered
 from compiled_graphs.compiler.skeleton import tensor_slots
 from compiled_graphs.compiler.trace import export_region
 from torch import nn
@@ -211,14 +215,33 @@ def call_with(**arguments):
     return run
 
 
-def install(network, registry, backend=None, host=None, **options):
-    """Put a compiled model's forwards in place, with nothing prepared."""
-    compiled = CompiledModel(
-        network, find_regions(network), CPU, backend or EagerBackend(), registry, host or Host(), **options
-    )
+def install(network, registry, backend=None, host=None, current_call=None, device=CPU, **options):
+    """Put a compiled model's forwards in place, with nothing prepared.
+
+    `current_call` returns what makes the running call again; without it, nobody can.
+    """
+    target = Target(device, backend or EagerBackend(), host or Host())
+    compiled = CompiledModel(network, find_regions(network), target, registry.cache, Options(**options))
     for path, forward in compiled.forwards().items():
         network.get_submodule(path).forward = forward
+    if current_call is not None:
+        network.forward = EnteredForward(network, compiled, current_call)
     return compiled
+
+
+class EnteredForward:
+    """Calls a network as its entrance does: its regions know the running call."""
+
+    def __init__(self, network, compiled, current_call):
+        self.network, self.compiled, self.current_call = weakref.ref(network), compiled, current_call
+
+    def __call__(self, *args, **kwargs):
+        with entered(RunningCall(self.compiled, self.current_call)):
+            return type(self.network()).forward(self.network(), *args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        twin = memo[id(self.network())]
+        return MethodType(type(twin).forward, twin)
 
 
 def compile_network(network, registry, backend=None, host=None, probe=call, **options):

@@ -19,7 +19,7 @@ class Repeated:
 
 
 def repeat(call, pool):
-    """Satisfies `recordings.Record`."""
+    """Satisfies `cuda_graph.Capture`."""
     call()
     return Repeated(call)
 

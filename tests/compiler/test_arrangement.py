@@ -12,7 +12,8 @@ from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.fingerprint import fingerprint
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.layout import has_layouts
-from compiled_graphs.compiler.recordings import FEWEST_STEPS, Recordings
+from compiled_graphs.compiler.running_call import RunningCall
+from compiled_graphs.compiler.step_replay import FEWEST_STEPS, StepReplay
 from networks import CPU, ConvolutionNetwork, ResidualBlock, compile_network, sizes
 from recorders import repeat
 from torch import nn
@@ -210,14 +211,14 @@ def test_a_recording_is_not_replayed_on_weights_in_another_layout(network):
         def steps(self, context):
             return FEWEST_STEPS
 
-    recordings = Recordings(network, Recorded(), Counters(), CPU, repeat)
+    recordings = StepReplay(network, Recorded(), CPU, Counters(), repeat)
     arrangement = Arrangement(network, CPU)
     inputs = network.inputs(sizes())
     expected = network(*inputs)
     arrangement.begin()
     for _ in range(3):
-        recordings.serve(network, inputs, {})
+        recordings.serve(network, inputs, {}, RunningCall(None))
     assert recordings._counters.replays == 1
     arrangement.end()
-    torch.testing.assert_close(recordings.serve(network, inputs, {}), expected)
+    torch.testing.assert_close(recordings.serve(network, inputs, {}, RunningCall(None)), expected)
     assert recordings._counters.replays == 1

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_graphs.compiler.dispatch import _everything
 from compiled_graphs.compiler.entrance import OVERFLOWED, CodingEntrance, Entrance
+from compiled_graphs.compiler.region_forward import _thread
+from compiled_graphs.compiler.running_call import running_call
 from torch import nn
 
 
@@ -28,43 +29,86 @@ class Overflowing(nn.Module):
 
     def forward(self, x):
         drawn = torch.rand(1)
-        eager = getattr(_everything, "eager", None) == OVERFLOWED
+        eager = getattr(_thread, "eager", None) == OVERFLOWED
         return x + drawn if eager and not self.always else x * float("inf")
 
 
-def enter(network, kind=Entrance, inner=None):
-    entrance = kind(network, "forward", inner)
+class Looked:
+    """Stands in for a compiled model: says whether something has changed, and whether a block is to be compared."""
+
+    background = None
+
+    def __init__(self):
+        self.changed = self.is_due = False
+        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
+        self.ended = []
+
+    def follow(self):
+        return self.changed
+
+    def watch_over(self):
+        return self.is_due
+
+    def note_call(self, call):
+        self.ended.append(call)
+
+
+def enter(network, kind=Entrance, inner=None, compiled=None, **options):
+    entrance = kind(network, "forward", inner, compiled or Looked(), **options)
     network.forward = entrance
     return entrance
 
 
 def test_the_running_call_is_known_inside_and_forgotten_outside():
-    network = Halves()
-    entrance = enter(network, inner=lambda x, scale=0.5: entrance.running_call())
+    network, compiled = Halves(), Looked()
+    enter(network, inner=lambda x, scale=0.5: running_call(compiled), compiled=compiled)
+    assert network(torch.ones(1)) is compiled.ended[0]
+    assert running_call(compiled) is None
+
+
+def test_a_running_call_can_be_made_again():
+    network, compiled = Halves(), Looked()
+    enter(
+        network, inner=lambda x, scale: running_call(compiled).repeated(), compiled=compiled, repeat=lambda *call: call
+    )
     x = torch.ones(1)
-    assert network(x, scale=2.0) == ((x,), {"scale": 2.0})
-    assert entrance.running_call() is None
+    assert network(x, scale=2.0) == (network, "forward", (x,), {"scale": 2.0})
 
 
 def test_a_call_that_fails_is_forgotten():
-    network = Halves()
-    entrance = enter(network)
+    network, compiled = Halves(), Looked()
+    enter(network, compiled=compiled)
     with pytest.raises(TypeError):
         network(torch.ones(1), nonsense=1)
-    assert entrance.running_call() is None
+    assert running_call(compiled) is None
+
+
+def test_another_models_call_is_not_ones_own():
+    outer, inner, seen = Looked(), Looked(), []
+
+    def look(x):
+        seen.append((running_call(outer) is None, running_call(inner) is None))
+        return x
+
+    inside = Halves()
+    enter(inside, inner=look, compiled=inner)
+    network = Halves()
+    enter(network, inner=lambda x: look(inside(look(x))), compiled=outer)
+    network(torch.ones(1))
+    assert seen == [(False, True), (True, False), (False, True)]
 
 
 def test_threads_have_calls_of_their_own():
-    network = Halves()
+    network, compiled = Halves(), Looked()
     seen = []
 
     def look(x):
-        thread = threading.Thread(target=lambda: seen.append(entrance.running_call()))
+        thread = threading.Thread(target=lambda: seen.append(running_call(compiled)))
         thread.start()
         thread.join()
         return x
 
-    entrance = enter(network, inner=look)
+    enter(network, inner=look, compiled=compiled)
     network(torch.ones(1))
     assert seen == [None]
 
@@ -169,25 +213,11 @@ def test_inside_what_torch_compiles_the_network_is_as_it_was():
     assert compiled(torch.ones(1)) == 0.25
 
 
-class Looked:
-    """Stands in for a compiled model: says whether something has changed, and whether a block is to be compared."""
-
-    def __init__(self):
-        self.changed = self.is_due = False
-        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
-
-    def follow(self):
-        return self.changed
-
-    def watch_over(self):
-        return self.is_due
-
-
 class Replaying:
     def __init__(self):
         self.served = self.forgotten = self.looked = 0
 
-    def serve(self, call, args, kwargs):
+    def serve(self, call, args, kwargs, running):
         self.served += 1
         return call(*args, **kwargs)
 
@@ -202,8 +232,8 @@ class Replaying:
 def replaying():
     network = Pair()
     entrance = enter(network)
-    entrance.compiled, entrance.recordings = Looked(), Replaying()
-    return network, entrance.compiled, entrance.recordings
+    entrance.step_replay = Replaying()
+    return network, entrance.compiled, entrance.step_replay
 
 
 def test_a_step_with_a_block_to_compare_is_called_and_not_replayed(replaying):

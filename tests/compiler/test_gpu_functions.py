@@ -31,7 +31,7 @@ def test_group_norm_by_channel_keeps_its_digits_far_from_zero():
 
 
 @pytest.mark.parametrize("far", [30.0, 1000.0])
-def test_group_norm_by_channel_bears_an_anchor_far_from_everything_else(far):
+def test_group_norm_by_channel_bears_an_anchor_far_from_thread_else(far):
     x = torch.randn(1, 8, 64, 64, generator=torch.Generator().manual_seed(0))
     x[:, :, 32, 32] += far
     expected = F.group_norm(x.double(), 2).float()

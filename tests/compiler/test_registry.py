@@ -8,9 +8,11 @@ import weakref
 
 import pytest
 import torch
+from compiled_graphs.compiler import graph_cache as graph_cache_module
 from compiled_graphs.compiler import registry as registry_module
 from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.graph_cache import GraphCache, Requester
 from compiled_graphs.compiler.graph_file import StoredGraph
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.registry import Registry
@@ -44,7 +46,8 @@ class OtherVersion(EagerBackend):
 
 def obtain(registry, network, backend=None, counters=None):
     (variant,) = variants_of(network)
-    return registry.obtain(variant, backend or EagerBackend(), Host(), counters or Counters())
+    by = Requester(backend or EagerBackend(), Host(), counters or Counters())
+    return registry.cache.get_or_compile(variant, by)
 
 
 def test_a_graph_wanted_twice_is_compiled_once(registry):
@@ -57,7 +60,7 @@ def test_a_graph_wanted_twice_is_compiled_once(registry):
 def test_where_a_graph_came_from_is_counted(registry, tmp_path):
     counters = Counters()
     store = FolderStore(tmp_path)
-    for wanted in (Registry(store), Registry(store)):
+    for wanted in (Registry(GraphCache(store)), Registry(GraphCache(store))):
         obtain(wanted, transformer(), counters=counters)
         obtain(wanted, transformer(), counters=counters)
     assert (counters.compiles, counters.from_memory, counters.from_disk) == (1, 2, 1)
@@ -73,7 +76,9 @@ def test_threads_that_want_the_same_graph_compile_it_once(registry):
     backend, counters, found = SlowBackend(), Counters(), []
     variants = [variants_of(transformer())[0] for _ in range(3)]
     threads = [
-        threading.Thread(target=lambda v=v: found.append(registry.obtain(v, backend, Host(), counters)[0]))
+        threading.Thread(
+            target=lambda v=v: found.append(registry.cache.get_or_compile(v, Requester(backend, Host(), counters))[0])
+        )
         for v in variants
     ]
     for thread in threads:
@@ -85,7 +90,7 @@ def test_threads_that_want_the_same_graph_compile_it_once(registry):
 
 
 def test_a_graph_that_cannot_be_saved_still_serves(tmp_path, caplog):
-    wanted = Registry(FolderStore(tmp_path))
+    wanted = Registry(GraphCache(FolderStore(tmp_path)))
     assert obtain(wanted, transformer(), UnsavableBackend())[1] == "compiled"
     assert len(said(caplog)) == 1
     assert not list(tmp_path.glob("*.safetensors"))
@@ -102,7 +107,7 @@ def test_compilers_errors_reach_the_caller_and_are_no_obstacle_later(registry):
 
 
 def test_memory_is_bounded_and_drops_what_was_used_longest_ago(registry, monkeypatch):
-    monkeypatch.setattr(registry_module, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(graph_cache_module, "MAX_GRAPHS", 2)
     one, two, three = transformer(), transformer(eps=1e-5), ConvolutionNetwork()
     for network in (one, two, one, three):
         obtain(registry, network)
@@ -110,8 +115,8 @@ def test_memory_is_bounded_and_drops_what_was_used_longest_ago(registry, monkeyp
 
 
 def test_what_was_dropped_from_memory_comes_back_from_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry_module, "MAX_GRAPHS", 1)
-    wanted = Registry(FolderStore(tmp_path))
+    monkeypatch.setattr(graph_cache_module, "MAX_GRAPHS", 1)
+    wanted = Registry(GraphCache(FolderStore(tmp_path)))
     for network in (transformer(), ConvolutionNetwork()):
         obtain(wanted, network)
     assert [obtain(wanted, network)[1] for network in (transformer(), ConvolutionNetwork())] == ["disk", "disk"]
@@ -119,7 +124,7 @@ def test_what_was_dropped_from_memory_comes_back_from_the_store(tmp_path, monkey
 
 def test_jobs_run_outside_of_inference_mode(registry):
     with torch.inference_mode():
-        assert registry.run("mode", torch.is_inference_mode_enabled) is False
+        assert registry.cache.run("mode", torch.is_inference_mode_enabled) is False
         assert obtain(registry, transformer())[1] == "compiled"
 
 
@@ -200,7 +205,7 @@ def row(registry):
 
 
 def test_a_report_has_a_row_for_each_graph(tmp_path):
-    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     compiled = used(registry, network)
     found = row(registry)
     expected = {"region": "TransformerBlock", "blocks": 2, "state": "compiled", "source": "compiled", "reason": ""}
@@ -216,7 +221,7 @@ def test_a_report_has_a_row_for_each_graph(tmp_path):
 
 def test_a_report_says_where_a_graph_came_from(tmp_path):
     for source in ("compiled", "disk"):
-        registry, network = Registry(FolderStore(tmp_path)), transformer()
+        registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
         compiled = used(registry, network)
         assert row(registry)["source"] == source
     loaded, network = Registry(), transformer()
@@ -237,7 +242,7 @@ def test_a_report_has_rows_for_what_is_not_compiled(registry):
 
 
 def test_a_report_has_the_size_of_what_is_in_memory_and_on_disk(tmp_path):
-    registry = Registry(FolderStore(tmp_path, limit=10**6))
+    registry = Registry(GraphCache(FolderStore(tmp_path, limit=10**6)))
     obtain(registry, transformer())
     report = registry.report()
     (file,) = tmp_path.glob("*.safetensors")
@@ -251,11 +256,11 @@ def test_a_store_that_is_far_away_or_broken_is_not_listed_for_a_report(tmp_path)
     far.is_near = False
     (tmp_path / "file").touch()
     for store in (None, far, FolderStore(tmp_path / "file")):
-        assert Registry(store).report()["disk"] is None
+        assert Registry(GraphCache(store)).report()["disk"] is None
 
 
 def test_changes_are_told(tmp_path):
-    registry, told = Registry(FolderStore(tmp_path)), []
+    registry, told = Registry(GraphCache(FolderStore(tmp_path))), []
     registry.on_change = lambda: told.append(True)
     network = transformer()
     compiled = compile_network(network, registry)
@@ -268,7 +273,7 @@ def test_changes_are_told(tmp_path):
 
 
 def test_dropped_graphs_leave_memory_and_come_back_from_the_store(tmp_path):
-    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     compiled = compile_network(network, registry, current_call=lambda: call)
     registry.assign("workflow", "node", compiled)
     x = network.inputs(sizes())
@@ -286,7 +291,7 @@ def test_dropped_graphs_leave_memory_and_come_back_from_the_store(tmp_path):
 
 def test_graphs_that_came_from_a_file_are_stored_before_they_are_dropped(tmp_path):
     compiled = used(Registry(), transformer())
-    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     reader = install(network, registry, current_call=lambda: call)
     reader.load([StoredGraph.of(graph) for graph in compiled.graphs()])
     registry.assign("workflow", "node", reader)
@@ -299,14 +304,14 @@ def test_graphs_that_came_from_a_file_are_stored_before_they_are_dropped(tmp_pat
 def test_graphs_that_nothing_holds_stay_in_memory(tmp_path):
     (tmp_path / "file").touch()
     for store in (None, FolderStore(tmp_path / "file")):
-        registry = Registry(store)
+        registry = Registry(GraphCache(store))
         compiled = used(registry, transformer())
         assert registry.drop("workflow", registry.keep("workflow")) == 0
         assert len(compiled.graphs()) == registry.report()["memory"]["graphs"] == 1
 
 
 def test_graphs_that_another_workflows_model_uses_stay_in_memory(tmp_path):
-    registry = Registry(FolderStore(tmp_path))
+    registry = Registry(GraphCache(FolderStore(tmp_path)))
     one, other = used(registry, transformer(), "one"), used(registry, transformer(), "other")
     assert registry.drop("one", registry.keep("one")) == 0
     assert (one.graphs(), len(other.graphs())) == ([], 1)
@@ -314,7 +319,7 @@ def test_graphs_that_another_workflows_model_uses_stay_in_memory(tmp_path):
 
 
 def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
-    registry, network = Registry(FolderStore(tmp_path)), transformer()
+    registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     compiled = used(registry, network)
     (entry,) = [entry for kind in compiled.kinds() for entry in kind.graphs]
     entry.retired = "the graph of TransformerBlock failed its check"
@@ -325,32 +330,32 @@ def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
 
 
 def test_a_graph_that_is_discarded_is_compiled_again_here_and_in_the_next_process(tmp_path, caplog):
-    registry = Registry(FolderStore(tmp_path))
+    registry = Registry(GraphCache(FolderStore(tmp_path)))
     told = []
     entry, _ = obtain(registry, transformer())
     registry.on_change = lambda: told.append(None)
-    registry.discard(entry.graph.key)
+    registry.cache.evict(entry)
     assert (len(told), list(tmp_path.glob("*.safetensors"))) == (1, [])
-    assert obtain(Registry(FolderStore(tmp_path)), transformer())[1] == "compiled"
+    assert obtain(Registry(GraphCache(FolderStore(tmp_path))), transformer())[1] == "compiled"
     other, source = obtain(registry, transformer())
     assert (source, other is entry) == ("disk", False)
-    registry.discard(entry.graph.key)
+    registry.cache.evict(entry)
     assert obtain(registry, transformer())[1] == "compiled"
     assert said(caplog) == []
 
 
 def test_a_graph_that_is_in_memory_alone_is_discarded_as_well(registry):
     entry, _ = obtain(registry, transformer())
-    registry.discard(entry.graph.key)
-    registry.discard(entry.graph.key)
+    registry.cache.evict(entry)
+    registry.cache.evict(entry)
     assert obtain(registry, transformer())[1] == "compiled"
 
 
 def test_a_graph_that_stays_on_disk_is_named(tmp_path, monkeypatch, caplog):
-    registry = Registry(FolderStore(tmp_path))
+    registry = Registry(GraphCache(FolderStore(tmp_path)))
     entry, _ = obtain(registry, transformer())
-    monkeypatch.setattr(registry.store, "discard", lambda key: False)
-    registry.discard(entry.graph.key)
+    monkeypatch.setattr(registry.cache.store, "discard", lambda key: False)
+    registry.cache.evict(entry)
     (message,) = said(caplog)
     assert entry.graph.key in message
 

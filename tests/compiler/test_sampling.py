@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from compiled_graphs.compiler.canary import CALLS, REPLAYS, Canary
-from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.running_call import RunningCall
 from compiled_graphs.compiler.sampling import Announced, EachCall, Scheduled
 
 
@@ -61,13 +61,19 @@ class Forward:
     check_next = False
 
 
+def ran(regions=0, was_replayed=False):
+    call = RunningCall(None)
+    call.regions, call.was_replayed = regions, was_replayed
+    return call
+
+
 def test_a_canary_takes_each_block_in_turn():
-    counters, forwards = Counters(), [Forward(), Forward(), Forward()]
-    canary = Canary(counters)
+    forwards = [Forward(), Forward(), Forward()]
+    canary = Canary()
     assert not canary.is_due()
     chosen = []
     for _ in range(6):
-        counters.add("calls", CALLS)
+        canary.note(ran(CALLS))
         assert canary.is_due()
         chosen.append(canary.choose(forwards))
         assert not canary.is_due()
@@ -76,10 +82,11 @@ def test_a_canary_takes_each_block_in_turn():
 
 
 def test_replayed_steps_count_for_the_canary():
-    counters = Counters()
-    canary = Canary(counters)
-    counters.add("replays", REPLAYS // 2)
-    counters.add("calls", CALLS // 4)
+    canary = Canary()
+    for _ in range(REPLAYS // 2):
+        canary.note(ran(was_replayed=True))
+    canary.note(ran(CALLS // 4))
     assert not canary.is_due()
-    counters.add("replays", REPLAYS // 4)
+    for _ in range(REPLAYS // 4 + 1):
+        canary.note(ran(was_replayed=True))
     assert canary.is_due()

@@ -23,6 +23,7 @@ import torch
 from compiled_graphs.compiler import store as store_module
 from compiled_graphs.compiler.files import write_whole
 from compiled_graphs.compiler.graph import GraphSpec, InputSpec, WeightSpec
+from compiled_graphs.compiler.graph_cache import GraphCache
 from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore, StoreError, UrlStore, default_limit, open_store
@@ -227,9 +228,9 @@ def test_a_restart_with_the_same_store_compiles_nothing(store):
     for network, reference in ((ConvolutionNetwork(), None), (StreamNetwork(), None)):
         inputs = network.inputs(sizes())
         reference = network(*[t.clone() for t in inputs])
-        first = compile_network(network, Registry(store))
+        first = compile_network(network, Registry(GraphCache(store)))
         assert (first.counters.compiles, first.counters.from_disk) == (1, 0)
-        again = compile_network(network, Registry(store))
+        again = compile_network(network, Registry(GraphCache(store)))
         assert (again.counters.compiles, again.counters.from_disk) == (0, 1)
         torch.testing.assert_close(network(*inputs), reference)
         assert not again.counters.eager_calls
@@ -240,31 +241,31 @@ def test_a_restart_with_the_same_store_compiles_nothing(store):
 )
 def test_a_damaged_file_is_compiled_again_and_mended(store, damage):
     network = transformer()
-    compile_network(network, Registry(store))
+    compile_network(network, Registry(GraphCache(store)))
     path = only_file(store)
     path.write_bytes(damage(path.read_bytes()))
-    again = compile_network(network, Registry(store))
+    again = compile_network(network, Registry(GraphCache(store)))
     assert (again.counters.compiles, again.counters.from_disk) == (1, 0)
-    assert compile_network(network, Registry(store)).counters.from_disk == 1
+    assert compile_network(network, Registry(GraphCache(store))).counters.from_disk == 1
 
 
 def test_an_executable_that_cannot_be_loaded_is_compiled_again(store):
     network = transformer()
-    compile_network(network, Registry(store))
+    compile_network(network, Registry(GraphCache(store)))
     stored = read_graphs(only_file(store).read_bytes(), Trust())[0]
     store.put(dataclasses.replace(stored, executable=b"no program"))
-    again = compile_network(network, Registry(store))
+    again = compile_network(network, Registry(GraphCache(store)))
     assert (again.counters.compiles, again.counters.from_disk) == (1, 0)
 
 
 @pytest.mark.parametrize("change", [{"key": key("another")}, {"backend": "inductor"}])
 def test_a_file_that_holds_another_graph_than_its_name_says_is_not_used(store, change):
     network = transformer()
-    compile_network(network, Registry(store))
+    compile_network(network, Registry(GraphCache(store)))
     path = only_file(store)
     (graph,) = read_graphs(path.read_bytes(), Trust())
     path.write_bytes(write_graphs([dataclasses.replace(graph, **change)], Trust()))
-    assert compile_network(network, Registry(store)).counters.compiles == 1
+    assert compile_network(network, Registry(GraphCache(store))).counters.compiles == 1
 
 
 def test_with_a_full_disk_the_graph_still_serves_this_session(store, monkeypatch, caplog):
@@ -273,7 +274,7 @@ def test_with_a_full_disk_the_graph_still_serves_this_session(store, monkeypatch
     expected = network(*x)
     Trust().sign(b"")
     monkeypatch.setattr(os, "fsync", fail_with(OSError(errno.ENOSPC, "No space left on device")))
-    compiled = compile_network(network, Registry(store))
+    compiled = compile_network(network, Registry(GraphCache(store)))
     torch.testing.assert_close(network(*x), expected)
     assert compiled.summary().compiled == 1
     assert not compiled.counters.eager_calls
@@ -529,12 +530,12 @@ def header_with(data, **texts):
 @pytest.mark.parametrize("name", ["signature", "compiled_graphs"])
 def test_a_region_whose_file_holds_half_a_character_is_compiled_again_and_the_file_mended(store, name):
     network = transformer()
-    compile_network(network, Registry(store))
+    compile_network(network, Registry(GraphCache(store)))
     path = only_file(store)
     path.write_bytes(header_with(path.read_bytes(), **{name: "\ud800"}))
-    again = compile_network(network, Registry(store))
+    again = compile_network(network, Registry(GraphCache(store)))
     assert (again.counters.compiles, again.counters.from_disk, dict(again.counters.eager_calls)) == (1, 0, {})
-    assert compile_network(network, Registry(store)).counters.from_disk == 1
+    assert compile_network(network, Registry(GraphCache(store))).counters.from_disk == 1
 
 
 def test_a_graph_that_is_discarded_is_gone(store):
@@ -857,8 +858,8 @@ def test_what_others_wrote_at_a_url_stays(drivers):
 
 def test_a_restart_with_the_same_url_compiles_nothing(drivers):
     network = transformer()
-    assert compile_network(network, Registry(UrlStore("s3://bucket/graphs"))).counters.compiles == 1
-    again = compile_network(network, Registry(UrlStore("s3://bucket/graphs")))
+    assert compile_network(network, Registry(GraphCache(UrlStore("s3://bucket/graphs")))).counters.compiles == 1
+    again = compile_network(network, Registry(GraphCache(UrlStore("s3://bucket/graphs"))))
     assert (again.counters.compiles, again.counters.from_disk) == (0, 1)
 
 
@@ -934,7 +935,7 @@ def test_with_an_unreachable_store_the_graph_still_serves_this_session(drivers):
     network = transformer()
     x = network.inputs(sizes())
     expected = network(*x)
-    compiled = compile_network(network, Registry(UrlStore("unreachable://graphs")))
+    compiled = compile_network(network, Registry(GraphCache(UrlStore("unreachable://graphs"))))
     torch.testing.assert_close(network(*x), expected)
     assert compiled.summary().compiled == 1
 

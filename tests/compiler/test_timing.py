@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler import timing
-from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.entrance import Entrance
 from compiled_graphs.compiler.timing import Pace, Timing, compare, speed_up
 from torch import nn
@@ -58,8 +57,8 @@ def test_regions_count_as_often_as_a_model_has_them():
     assert speed_up([]) is None
 
 
-def pace_of(*durations, clock, shape=(1, 4, 8, 8), pace=None, counters=None):
-    pace = pace or Pace(counters or Counters())
+def pace_of(*durations, clock, shape=(1, 4, 8, 8), pace=None):
+    pace = pace or Pace()
     for seconds in durations:
         with pace.timed("forward", (torch.zeros(shape),), {}):
             clock.now += seconds
@@ -77,23 +76,21 @@ def test_only_the_latest_calls_of_a_size_count(clock):
 
 
 def test_sizes_are_told_apart_and_bounded(clock):
-    pace = Pace(Counters())
+    pace = Pace()
     for width in (*range(timing.MAX_SIZES), 0, timing.MAX_SIZES):
         pace_of(1.0 + width, clock=clock, shape=(1, width), pace=pace)
     assert [figure.shape[1] for figure in pace.figures()] == [2, 3, 0, 4]
 
 
-@pytest.mark.parametrize("count", ["seconds", "verifications", "retired", "recordings"])
-def test_calls_in_which_something_happens_for_the_first_time_do_not_count(clock, count):
-    counters = Counters()
-    pace = Pace(counters)
-    with pace.timed("forward", (torch.zeros(1),), {}):
-        counters.add(count)
+def test_calls_with_something_to_set_up_do_not_count(clock):
+    pace = Pace()
+    with pace.timed("forward", (torch.zeros(1),), {}, lambda: True):
+        clock.now += 1.0
     assert pace.figures() == []
 
 
 def test_a_call_that_fails_or_has_no_tensor_does_not_count(clock):
-    pace = Pace(Counters())
+    pace = Pace()
     with pytest.raises(ZeroDivisionError), pace.timed("forward", (torch.zeros(1),), {}):
         raise ZeroDivisionError
     with pace.timed("forward", (1,), {}):
@@ -108,16 +105,16 @@ def test_an_entrance_times_its_calls(clock):
             return x
 
     network = Slow()
-    network.forward = entrance = Entrance(network, "forward", None)
-    nothing_new = {"follow": lambda: False, "watch_over": lambda: False}
-    entrance.compiled = SimpleNamespace(pace=Pace(Counters()), **nothing_new)
+    nothing_new = {"follow": lambda: False, "watch_over": lambda: False, "note_call": lambda call: None}
+    compiled = SimpleNamespace(pace=Pace(), background=None, **nothing_new)
+    network.forward = Entrance(network, "forward", None, compiled)
     network(torch.zeros(2, 3))
-    (figure,) = entrance.compiled.pace.figures()
+    (figure,) = compiled.pace.figures()
     assert (figure.shape, figure.seconds) == ((2, 3), 0.25)
 
 
 def test_figures_are_read_while_calls_are_made():
-    pace, stop = Pace(Counters()), threading.Event()
+    pace, stop = Pace(), threading.Event()
 
     def work():
         while not stop.is_set():
@@ -163,7 +160,7 @@ def test_moments_that_a_gpu_has_not_come_to_are_read_at_a_later_call(monkeypatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpus_calls_are_timed_by_the_gpu():
     """The host only queues the work, and is done long before the GPU is."""
-    pace, x = Pace(Counters()), torch.randn(4096, 4096, device="cuda")
+    pace, x = Pace(), torch.randn(4096, 4096, device="cuda")
 
     def work():
         for _ in range(50):

@@ -174,8 +174,7 @@ def pair(registry):
     compiled = install(network, registry)
     for path in (forwards := compiled.forwards()):
         network.get_submodule(path).__dict__.pop("forward", None)
-    network.forward = entrance = Entrance(network, "forward", None)
-    entrance.compiled = compiled
+    network.forward = entrance = Entrance(network, "forward", None, compiled)
     entrance.install_while_running(forwards)
     compiled.prepare(lambda twin, at: Network.forward(twin, *network.inputs(at)))
     assert compiled.summary().compiled == 1

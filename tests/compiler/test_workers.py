@@ -17,9 +17,10 @@ import torch
 from compiled_graphs.compiler import workers as workers_module
 from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.graph_cache import CompileIn, GraphCache, Requester
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.jobs import CompileTimeout
-from compiled_graphs.compiler.registry import Place, Registry
+from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.worker import Setup, receive, send
 from compiled_graphs.compiler.workers import WorkerError, Workers, worker_count
 from networks import ConvolutionNetwork, compile_network, variants_of, weights_of
@@ -32,6 +33,10 @@ PATIENCE = 300.0
 
 def setup(backend, device):
     return Setup(tuple(sys.path), backend=backend, device=str(device))
+
+
+def by(counters=None):
+    return Requester(EagerBackend(), Host(), counters or Counters())
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +53,23 @@ def variant():
 
 
 def test_a_region_comes_back_as_a_graph_that_gives_eagers_values(workers, variant):
-    registry = Registry(workers=workers)
+    cache = GraphCache(workers=workers)
     counters = Counters()
-    entry, source = registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY)
+    entry, source = cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED)
     assert (source, counters.compiles) == ("compiled", 1)
     region = variant.module
     inputs = [torch.randn(shape) for shape in variant.hints]
     weights = weights_of(region)
     with torch.no_grad():
         torch.testing.assert_close(entry.graph(weights, inputs)[0], region(*inputs))
-    assert registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY) == (entry, "memory")
+    assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED) == (entry, "memory")
 
 
 def test_its_key_and_contract_are_those_of_a_graph_made_here(workers, variant):
-    there, here = Registry(workers=workers), Registry()
+    there, here = GraphCache(workers=workers), GraphCache()
     made = [
-        registry.obtain(variant, EagerBackend(), Host(), Counters(), place)[0].graph.identity()
-        for registry, place in ((there, Place.WORKER_ONLY), (here, Place.HERE))
+        cache.get_or_compile(variant, by(), place)[0].graph.identity()
+        for cache, place in ((there, CompileIn.WORKER_REQUIRED), (here, CompileIn.PROCESS))
     ]
     assert made[0] == made[1]
 
@@ -113,10 +118,10 @@ def test_where_a_worker_cannot_this_process_compiles(workers, variant, monkeypat
         raise WorkerError("no")
 
     monkeypatch.setattr(workers, "compile", fail)
-    registry, counters = Registry(workers=workers), Counters()
-    assert registry.obtain(variant, EagerBackend(), Host(), counters, Place.WORKER)[1] == "compiled"
+    cache, counters = GraphCache(workers=workers), Counters()
+    assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_PREFERRED)[1] == "compiled"
     with pytest.raises(WorkerError):
-        Registry(workers=workers).obtain(variant, EagerBackend(), Host(), counters, Place.WORKER_ONLY)
+        GraphCache(workers=workers).get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED)
 
 
 def test_a_process_that_dies_is_replaced(workers, variant):
@@ -325,6 +330,6 @@ class TwoBusyProcesses(Workers):
 
 def test_what_takes_longest_is_asked_for_first_and_nothing_before_a_process_is_free():
     workers = TwoBusyProcesses()
-    compile_network(Mixed(1, 4, 2, 5, 3), Registry(workers=workers))
+    compile_network(Mixed(1, 4, 2, 5, 3), Registry(GraphCache(workers=workers)))
     assert (set(workers.asked[:2]), sorted(workers.asked)) == ({4, 5}, [1, 2, 3, 4, 5])
     assert workers.most == 2

@@ -7,9 +7,11 @@ import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.backends.float8 import FEWEST_ROWS, Float8Backend, Rounded, round_products
 from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.compiled_model import CompiledModel
+from compiled_graphs.compiler.graph_cache import GraphCache
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.model import CompiledModel
 from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.region_kinds import Target
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.verify import BOUNDS, relative_error
 from networks import CPU, compile_network
@@ -147,7 +149,7 @@ def test_on_a_gpu_it_is_near_eager_at_every_size():
     device = next(network.parameters()).device
     expected = {tokens: torch.randn(2, tokens, WIDTH, dtype=torch.float16, device=device) for tokens in (40, 400)}
     theirs = {tokens: network(x) for tokens, x in expected.items()}
-    compiled = CompiledModel(network, find_regions(network), device, BACKEND, Registry(), Host())
+    compiled = CompiledModel(network, find_regions(network), Target(device, BACKEND, Host()), GraphCache())
     compiled.prepare(lambda twin, at: twin(*(x.to(device) for x in network.inputs(at))))
     for path, forward in compiled.forwards().items():
         network.get_submodule(path).forward = forward

@@ -14,13 +14,16 @@ import sympy
 import torch
 from compiled_graphs.compiler.backends import inductor
 from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.compiled_model import CompiledModel
 from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.graph_cache import GraphCache
 from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.model import CompiledModel
-from compiled_graphs.compiler.recordings import FEWEST_STEPS, Recordings
 from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.region_kinds import Target
 from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.running_call import RunningCall
+from compiled_graphs.compiler.step_replay import FEWEST_STEPS, StepReplay
 from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
 from networks import (
@@ -88,7 +91,7 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
         written = image.clone()
         expected.append((network(written, text), written))
     for compiles in (1, 0):
-        compiled = compile_network(network, Registry(FolderStore(tmp_path)), BACKEND)
+        compiled = compile_network(network, Registry(GraphCache(FolderStore(tmp_path))), BACKEND)
         assert (compiled.counters.compiles, compiled.counters.from_disk) == (compiles, 1 - compiles)
         for (image, text), (results, written) in zip(cases, expected, strict=True):
             ours = image.clone(memory_format=torch.preserve_format)
@@ -117,7 +120,7 @@ def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypat
 def compiled_on_gpu(network):
     """Return the only graph of a network that was compiled for the GPU."""
     device = next(network.parameters()).device
-    compiled = CompiledModel(network, find_regions(network), device, BACKEND, Registry(), Host())
+    compiled = CompiledModel(network, find_regions(network), Target(device, BACKEND, Host()), GraphCache())
     compiled.prepare(lambda twin, at: twin(*(x.to(device) for x in network.inputs(at))))
     (graph,) = compiled.graphs()
     return graph
@@ -136,11 +139,11 @@ def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights(
     network = transformer().to("cuda")
     block, graph = network.blocks[0], compiled_on_gpu(network)
     device = block.gate.device
-    recordings = Recordings(block, Repeating(), Counters(), device, within=BACKEND.recording)
+    recordings = StepReplay(block, Repeating(), device, Counters(), within=BACKEND.recording)
     with torch.no_grad():
         for _ in range(4):
             x = torch.randn(2, 9, WIDTH, device=device)
-            ours = recordings.serve(lambda x: graph(weights_of(block), [x])[0], (x,), {})
+            ours = recordings.serve(lambda x: graph(weights_of(block), [x])[0], (x,), {}, RunningCall(None))
             torch.testing.assert_close(ours, block(x), atol=1e-3, rtol=1e-3)
             block.gate.mul_(1.5)
     assert recordings._counters.replays == 2, recordings.reason
@@ -244,6 +247,7 @@ import torch
 from pathlib import Path
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.graph_file import read_graphs
+from compiled_graphs.compiler.graph_cache import GraphCache
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.trust import Trust
 from compiled_graphs.compiler.backends.inductor import InductorBackend

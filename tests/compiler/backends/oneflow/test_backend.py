@@ -18,6 +18,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS, choose_backend
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend, backend, worker_process
+from compiled_graphs.compiler.graph_cache import GraphCache
 from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.signature import Unsupported
@@ -137,7 +138,7 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
     expected = image.clone()
     results = network(expected, text)
     for compiles in (1, 0):
-        compiled = compile_network(network, Registry(FolderStore(tmp_path)), BACKEND)
+        compiled = compile_network(network, Registry(GraphCache(FolderStore(tmp_path))), BACKEND)
         assert (compiled.counters.compiles, compiled.counters.from_disk) == (compiles, 1 - compiles)
         for _ in range(2):  # the first is compared, and eager's result is given
             written = image.clone()

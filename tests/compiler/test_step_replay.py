@@ -7,10 +7,13 @@ import weakref
 
 import pytest
 import torch
-from compiled_graphs.compiler import recordings as module
-from compiled_graphs.compiler.counters import Counters, totals
+from compiled_graphs.compiler import step_replay as module
+from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.cuda_graph import can_capture
+from compiled_graphs.compiler.graph_cache import CacheEntry
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.recordings import FEWEST_STEPS, MAX_RECORDINGS, Recordings, recordable
+from compiled_graphs.compiler.running_call import RunningCall
+from compiled_graphs.compiler.step_replay import FEWEST_STEPS, MAX_CAPTURES, StepReplay
 from recorders import Repeated
 from torch import nn
 
@@ -74,14 +77,19 @@ def network():
 
 
 def serving(network, record=uncounted, device="cpu"):
-    return Recordings(network, Options(), Counters(), torch.device(device), record)
+    return StepReplay(network, Options(), torch.device(device), Counters(), record)
+
+
+def serve(recordings, call, args, kwargs, running=None):
+    """Serve a call in which nothing happens for the first time or eagerly, unless it says so."""
+    return recordings.serve(call, args, kwargs, running or RunningCall(None))
 
 
 def python_calls(recordings, network, *args, **kwargs):
     """Call and compare with eager; return how many times Python ran the network for it."""
     expected = network(*args, **kwargs)
     CALLS.clear()
-    torch.testing.assert_close(recordings.serve(network, args, kwargs), expected)
+    torch.testing.assert_close(serve(recordings, network, args, kwargs), expected)
     return len(CALLS)
 
 
@@ -102,7 +110,7 @@ def test_the_third_call_of_a_kind_is_replayed_with_its_own_inputs(network):
 def test_a_result_is_not_overwritten_by_the_next(network):
     recordings = serving(network)
     inputs = [x() for _ in range(4)]
-    results = [recordings.serve(network, (item,), {}) for item in inputs]
+    results = [serve(recordings, network, (item,), {}) for item in inputs]
     for item, result in zip(inputs, results, strict=True):
         torch.testing.assert_close(result, network(item))
 
@@ -127,7 +135,7 @@ def test_lists_that_a_call_empties_are_full_in_each_recording(network):
         for _ in range(4):
             item, residuals = x(), [x(), x()]
             expected = network(item + residuals[0] + residuals[1])
-            result = recordings.serve(taking, (item,), {"control": {"output": list(residuals)}})
+            result = serve(recordings, taking, (item,), {"control": {"output": list(residuals)}})
             torch.testing.assert_close(result, expected)
         recordings.forget()  # the second time without a comparison
     assert recordings._counters.replays == 2 + 2
@@ -135,12 +143,12 @@ def test_lists_that_a_call_empties_are_full_in_each_recording(network):
 
 def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
     recordings = serving(network)
-    for batch in range(1, MAX_RECORDINGS + 1):
+    for batch in range(1, MAX_CAPTURES + 1):
         assert replayed(recordings, network, x(batch))
-    assert not replayed(recordings, network, x(MAX_RECORDINGS + 1))
+    assert not replayed(recordings, network, x(MAX_CAPTURES + 1))
     assert python_calls(recordings, network, x(1)) == 0
     recordings.forget()
-    assert replayed(recordings, network, x(MAX_RECORDINGS + 1))
+    assert replayed(recordings, network, x(MAX_CAPTURES + 1))
 
 
 def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_recordings(network):
@@ -198,10 +206,10 @@ def test_modules_are_looked_at_while_the_gpu_works(network, monkeypatch):
     order = []
     recordings = serving(network, lambda call, pool: Repeated(lambda: [call(), order.append("replay")]))
     for _ in range(2):
-        recordings.serve(network, (x(),), {})
+        serve(recordings, network, (x(),), {})
     monkeypatch.setattr(recordings._modules, "check", lambda: order.append("modules"))
     order.clear()
-    recordings.serve(network, (x(),), {})
+    serve(recordings, network, (x(),), {})
     assert order == ["replay", "modules"]
 
 
@@ -232,31 +240,40 @@ def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
     network.inner.bias = nn.Parameter(torch.empty(4, device="meta"))
     recordings = serving(network)
     for _ in range(3):
-        recordings.serve(lambda x: x, (x(),), {})
+        serve(recordings, lambda x: x, (x(),), {})
     assert recordings._counters.recordings == 0
     assert recordings.reason == "weights that are not all on the GPU"
 
 
-def test_calls_in_which_something_was_compiled_checked_or_eager_do_not_count(network):
+@pytest.mark.parametrize("event", ["had_setup", "is_eager_in_part"])
+def test_disturbed_calls_are_not_captured(network, event):
     recordings = serving(network)
 
-    def disturbed(*args):
-        recordings._counters.add_eager("a reason")
-        return network(*args)
-
     for _ in range(3):
-        recordings.serve(disturbed, (x(),), {})
+        running = RunningCall(None)
+
+        def disturbed(*args, running=running):
+            setattr(running, event, True)
+            return network(*args)
+
+        serve(recordings, disturbed, (x(),), {}, running)
     assert recordings._counters.recordings == 0
 
 
-def test_a_graph_retired_elsewhere_ends_recordings(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    totals.retired += 1
-    try:
-        assert python_calls(recordings, network, x()) == 1
-    finally:
-        totals.retired -= 1
+@pytest.mark.parametrize("change", [{"retired": "it failed its check"}, {"is_evicted": True}])
+def test_a_graph_out_of_use_ends_its_captures(network, change):
+    """Another model that shares the graph may be the one that found out."""
+    recordings, entry = serving(network), CacheEntry(None)
+    running = RunningCall(None)
+    running.entries.add(entry)
+    for _ in range(3):
+        serve(recordings, network, (x(),), {}, running)
+    assert recordings._counters.replays == 1
+    CacheEntry(None).retired = "another graph"
+    assert python_calls(recordings, network, x()) == 0
+    for name, value in change.items():
+        setattr(entry, name, value)
+    assert python_calls(recordings, network, x()) == 1
 
 
 def test_a_recording_that_gives_another_result_is_not_used(network):
@@ -294,7 +311,7 @@ def test_a_proven_kind_that_cannot_be_recorded_any_more_is_called(network):
     recordings = serving(network)
     assert replayed(recordings, network, x())
     recordings.forget()
-    recordings._record = lambda call, pool: 1 / 0
+    recordings._capture = lambda call, pool: 1 / 0
     assert [python_calls(recordings, network, x()) for _ in range(3)] == [1, 1, 1]
 
 
@@ -307,14 +324,14 @@ def test_a_recorded_call_writes_to_a_context_of_its_own(network):
         return network(x)
 
     for _ in range(3):
-        recordings.serve(write, (x(),), {"options": options})
+        serve(recordings, write, (x(),), {"options": options})
     assert options == {"block": 1}  # by the calls; the recorded one had a copy
 
 
 def test_forgetting_drops_what_a_recording_holds(network):
     recordings = serving(network)
     assert replayed(recordings, network, x())
-    held = weakref.ref(next(iter(recordings._calls.values())).inputs[0])
+    held = weakref.ref(next(iter(recordings._states.values())).inputs[0])
     recordings.forget()
     gc.collect()
     assert held() is None
@@ -323,7 +340,7 @@ def test_forgetting_drops_what_a_recording_holds(network):
 def test_they_end_with_a_sampling_whose_memory_others_may_take(network):
     recordings = serving(network)
     assert replayed(recordings, network, x())
-    recordings.rest()
+    recordings.release_memory()
     assert python_calls(recordings, network, x()) == 1
 
 
@@ -339,11 +356,11 @@ def lent(monkeypatch):
 def test_they_outlive_a_sampling_where_their_memory_is_lent(network, lent):
     recordings = serving(network)
     assert replayed(recordings, network, x())
-    recordings.rest()
+    recordings.release_memory()
     assert lent == [torch.device("cpu")]
     assert python_calls(recordings, network, x()) == 0
     change_weight(network)
-    recordings.rest()
+    recordings.release_memory()
     assert python_calls(recordings, network, x()) == 1
 
 
@@ -358,44 +375,44 @@ def test_few_steps_pay_for_a_recording_only_where_it_outlives_them(network, monk
     calls = []
     for _ in range(4):  # samplings of a single step
         calls.append(python_calls(recordings, network, x(), **few))
-        recordings.rest()
+        recordings.release_memory()
     assert calls == [1, 2, 0, 0]
 
 
 def test_of_those_that_outlive_a_sampling_the_unused_make_room(network, lent):
     recordings = serving(network)
-    for batch in range(1, MAX_RECORDINGS + 1):
+    for batch in range(1, MAX_CAPTURES + 1):
         assert replayed(recordings, network, x(batch))
-    recordings.rest()
+    recordings.release_memory()
     assert python_calls(recordings, network, x(1)) == 0
-    assert replayed(recordings, network, x(MAX_RECORDINGS + 1))
+    assert replayed(recordings, network, x(MAX_CAPTURES + 1))
     assert python_calls(recordings, network, x(1)) == 0
     assert python_calls(recordings, network, x(2)) == 1
-    assert len(recordings._calls) == MAX_RECORDINGS
+    assert len(recordings._states) == MAX_CAPTURES
 
 
 def test_what_could_not_be_recorded_is_tried_again_in_the_next_sampling(network, lent):
     recordings = serving(network, lambda call, pool: 1 / 0)
     for _ in range(3):
         python_calls(recordings, network, x())
-    recordings._record = uncounted
+    recordings._capture = uncounted
     assert not replayed(recordings, network, x())
-    recordings.rest()
+    recordings.release_memory()
     assert replayed(recordings, network, x())
 
 
 def test_a_recording_that_finds_no_memory_any_more_is_made_anew(network, lent, monkeypatch):
     recordings = serving(network)
     assert replayed(recordings, network, x())
-    recordings.rest()
-    (recorded,) = recordings._calls.values()
+    recordings.release_memory()
+    (recorded,) = recordings._states.values()
 
     def fail():
         raise torch.cuda.OutOfMemoryError("CUDA out of memory\nTried to allocate")
 
-    monkeypatch.setattr(recorded.recording, "replay", fail)
+    monkeypatch.setattr(recorded.graph, "replay", fail)
     item = x()
-    torch.testing.assert_close(recordings.serve(network, (item,), {}), network(item))
+    torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
     assert recordings.reason == "OutOfMemoryError: CUDA out of memory"
     assert replayed(recordings, network, x())
     assert recordings.reason == ""
@@ -428,7 +445,7 @@ def test_inputs_of_inference_mode_and_without_it(network):
 
 
 def test_only_cuda_records():
-    assert not recordable(torch.device("cpu"))
+    assert not can_capture(torch.device("cpu"))
 
 
 def used():
@@ -444,14 +461,14 @@ def used():
 def test_a_cuda_graph_follows_inputs_and_weights():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = Recordings(network, Options(), Counters(), device)
+    recordings = StepReplay(network, Options(), device, Counters())
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
-        torch.testing.assert_close(recordings.serve(network, (item,), {}), network(item))
+        torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
     assert recordings._counters.replays == 1
     network.inner.weight.mul_(2)
     item = torch.randn(2, 4, device=device)
-    torch.testing.assert_close(recordings.serve(network, (item,), {}), network(item))
+    torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
     assert recordings._counters.replays == 2
 
 
@@ -463,7 +480,7 @@ def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_w
 
     for _ in range(4):
         item = x()
-        torch.testing.assert_close(recordings.serve(waiting, (item,), {}), waiting(item))
+        torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
     assert recordings._counters.recordings == 0
     assert recordings.reason == "the model waits for the GPU within a step (aten._local_scalar_dense)"
 
@@ -472,7 +489,7 @@ def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_w
 def test_what_python_raises_while_recording_is_survived():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = Recordings(network, Options(), Counters(), device)
+    recordings = StepReplay(network, Options(), device, Counters())
     calls = []
 
     def failing(item):
@@ -482,12 +499,12 @@ def test_what_python_raises_while_recording_is_survived():
 
     item = torch.ones(2, 4, device=device)
     for _ in range(4):
-        torch.testing.assert_close(recordings.serve(failing, (item,), {}), network(item).repeat(64, 64))
+        torch.testing.assert_close(serve(recordings, failing, (item,), {}), network(item).repeat(64, 64))
     assert recordings.reason.startswith("ZeroDivisionError")
     recordings.forget()
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
-        torch.testing.assert_close(recordings.serve(network, (item,), {"time": None}), network(item))
+        torch.testing.assert_close(serve(recordings, network, (item,), {"time": None}), network(item))
     assert recordings._counters.replays == 1
 
 
@@ -495,7 +512,7 @@ def test_what_python_raises_while_recording_is_survived():
 def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behind():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = Recordings(network, Options(), Counters(), device)
+    recordings = StepReplay(network, Options(), device, Counters())
 
     def waiting(item):
         return network(item) * item.sum().item()
@@ -505,7 +522,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     stream = torch.cuda.current_stream()
     for _ in range(4):
         item = torch.ones(2, 4, device=device)
-        torch.testing.assert_close(recordings.serve(waiting, (item,), {}), waiting(item))
+        torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
     assert recordings._counters.recordings == 0
     assert torch.cuda.current_stream() == stream
     assert torch.randn(1 << 20, device=device).std().item() == pytest.approx(1, abs=0.01)
@@ -513,7 +530,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     assert used() <= before + (2 << 20)
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
-        torch.testing.assert_close(recordings.serve(network, (item,), {"time": None}), network(item))
+        torch.testing.assert_close(serve(recordings, network, (item,), {"time": None}), network(item))
     assert recordings._counters.replays == 1
 
 
@@ -521,7 +538,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
 def test_random_numbers_go_on_as_they_would_have():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = Recordings(network, Options(), Counters(), device)
+    recordings = StepReplay(network, Options(), device, Counters())
     item = torch.ones(2, 4, device=device)
 
     def draws(call):
@@ -532,16 +549,16 @@ def test_random_numbers_go_on_as_they_would_have():
             numbers.append(torch.randn(3, device=device))
         return torch.stack(numbers)
 
-    torch.testing.assert_close(draws(lambda: recordings.serve(network, (item,), {})), draws(lambda: network(item)))
+    torch.testing.assert_close(draws(lambda: serve(recordings, network, (item,), {})), draws(lambda: network(item)))
     assert recordings._counters.replays == 2
 
 
 @on_gpu
-@pytest.mark.parametrize("end", ["rest", "forget"])
+@pytest.mark.parametrize("end", ["release_memory", "forget"])
 def test_memory_of_recordings_comes_back(end):
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = Recordings(network, Options(), Counters(), device)
+    recordings = StepReplay(network, Options(), device, Counters())
 
     def narrow(item):
         return network(item).sum(0)
@@ -551,11 +568,11 @@ def test_memory_of_recordings_comes_back(end):
     before = used()
     for _ in range(2):
         for _ in range(3):
-            recordings.serve(narrow, (item,), {})
+            serve(recordings, narrow, (item,), {})
         assert recordings._counters.replays
         assert used() > before + (16 << 20)
         getattr(recordings, end)()
-        assert used() <= before + (20 << 20 if recordings._calls else 2 << 20)  # a recording keeps its input
+        assert used() <= before + (20 << 20 if recordings._states else 2 << 20)  # a recording keeps its input
 
 
 class Outer(nn.Module):
@@ -579,9 +596,9 @@ def test_a_change_between_blocks_drops_recordings_before_the_next_sampling(chang
     network, data = Outer(), torch.randn(2, 4, 6)
     recordings = serving(network, lambda call, pool: Repeated(call))
     for _ in range(3):
-        recordings.serve(network, (data,), {})
+        serve(recordings, network, (data,), {})
     assert recordings._counters.replays == 1
     change(network)
     recordings.look()
-    torch.testing.assert_close(recordings.serve(network, (data,), {}), network(data))
+    torch.testing.assert_close(serve(recordings, network, (data,), {}), network(data))
     assert recordings._counters.replays == (1 if dropped else 2)

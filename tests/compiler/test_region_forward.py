@@ -8,10 +8,9 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
-from compiled_graphs.compiler.dispatch import MAX_STRUCTURES
+from compiled_graphs.compiler.graph_cache import MAX_STRUCTURES
 from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.model import MAX_STATES, CompiledModel
-from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.region_kinds import MAX_STATES
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -314,11 +313,7 @@ def test_a_block_that_goes_back_to_what_it_was_needs_no_other_graph(registry):
 def test_a_model_that_moves_gets_graphs_for_where_it_is(registry):
     network = transformer()
     reference = copy.deepcopy(network)
-    compiled = CompiledModel(
-        network, find_regions(network), torch.device("meta"), EagerBackend(), registry, Host(), lambda: call
-    )
-    for path, forward in compiled.forwards().items():
-        network.get_submodule(path).forward = forward
+    compiled = install(network, registry, device=torch.device("meta"), current_call=lambda: call)
     x = tokens()
     with compiled.counters.expect(compiles=1, calls=4):
         for _ in range(2):

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
-from compiled_graphs.compiler.dispatch import MAX_STRUCTURES
+from compiled_graphs.compiler.graph_cache import MAX_STRUCTURES, GraphCache
 from compiled_graphs.compiler.graph_file import StoredGraph, read_manifest, write_graphs
+from compiled_graphs.compiler.graph_supply import CannotCallAhead
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.jobs import CompileJobs
-from compiled_graphs.compiler.model import CannotCallAhead, CompiledModel
 from compiled_graphs.compiler.probe import FIRST
 from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.running_call import RunningCall, entered
 from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
 from networks import (
@@ -308,7 +309,7 @@ def test_a_compiler_that_hangs_leaves_the_region_eager_and_later_jobs_are_refuse
             thread.join(0.01)
 
     network, reports = Pyramid(), []
-    compiled = install(network, Registry(jobs=CompileJobs(wait)), Hanging())
+    compiled = install(network, Registry(GraphCache(jobs=CompileJobs(wait))), Hanging())
     compiled.prepare(call, reports.append)
     assert "took more than" in reports[0].reason
     assert "still hangs" in reports[1].reason
@@ -341,7 +342,7 @@ class Asked:
 
 
 def prepared_in_a_new_process(folder, asked, network, name="forward"):
-    compiled = install(network, Registry(FolderStore(folder)))
+    compiled = install(network, Registry(GraphCache(FolderStore(folder))))
     compiled.prepare(asked, name=name)
     return compiled
 
@@ -434,7 +435,7 @@ def test_a_note_of_more_graphs_than_a_block_may_have_is_made_anew(tmp_path, monk
     asked = Asked()
     prepared_in_a_new_process(tmp_path, asked, transformer())
     edit_note(tmp_path, lambda notes: other_structures(notes, count))
-    monkeypatch.setattr(CompiledModel, "_provide_all", lambda model, variants: [])  # what is wanted is the question
+    monkeypatch.setattr(GraphCache, "get_or_compile_all", lambda *_: iter(()))  # what is wanted is the question
     prepared_in_a_new_process(tmp_path, asked, transformer())
     assert asked.times == asks
 
@@ -551,12 +552,11 @@ def test_a_region_whose_sizes_cannot_be_told_apart_does_not_keep_others_from_com
 
     network = Pyramid()
     network.second = Stack(KeywordBlock)
-    running = []
-    compiled = install(network, registry, current_call=lambda: running[-1])
+    compiled = install(network, registry)
     compiled.prepare(colliding)
     assert (compiled.summary().compiled, compiled.summary().waiting) == (1, 1)
-    running.append(colliding)
-    network.second(torch.randn(2, 2, WIDTH), unused=torch.randn(4))
+    with entered(RunningCall(compiled, lambda: colliding)):
+        network.second(torch.randn(2, 2, WIDTH), unused=torch.randn(4))
     (reason,) = compiled.counters.eager_calls
     assert "sizes that cannot be told apart" in reason
 
