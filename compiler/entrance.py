@@ -1,8 +1,8 @@
-"""The method by which a host enters a network, replaced so that its regions run compiled while a call lasts.
+"""Replaces the method by which a host calls a network, so that its regions run compiled during the call.
 
-Forwards that are put into place for the length of a call need not be taken out by anybody else. A host that
-undoes patches path by path would put things back into whatever stands at a path by then, and another
-extension may have put a block of its own there.
+The regions' forwards are installed only for the length of a call, so that nobody else has to remove them. A host
+that undoes patches by their paths would restore a forward on whatever module stands at a path by then, and that
+may be another extension's block.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ OVERFLOWED = "a compiled image with values that are not finite, made again eager
 
 
 class Entrance:
-    """Takes the place of a network's method; remembers, per thread, the arguments of the running call."""
+    """Takes the place of a network's method, and keeps the arguments of each thread's running call."""
 
     stands_in = True
-    """Told from what belongs to the network, also by another copy of this package."""
+    """Marks the object as our stand-in, which another copy of this package recognises too."""
 
     def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
         self._network = weakref.ref(network)
         self._cls = type(network)
         self.method = method
         self.inner = inner
-        """What somebody else had put in the method's place, or None for the class's own."""
+        """What stood in the method's place before, or None for the class's own method."""
         self.compiled: CompiledModel | None = None
-        """What it was installed with, for those who hold only the network."""
+        """The compiled model that this entrance serves, for callers that hold only the network."""
         self.recordings: Recordings | None = None
-        """If set, serves calls that repeat without Python."""
+        """If set, replays repeated calls as CUDA graphs, without Python."""
         self.on_call: Callable[[], None] = lambda: None
+        """Called before each call of the network."""
         self.sampling: Sampling = EachCall()
-        """Tells whether this call is one of a sampling whose network was looked at already."""
+        """Tells whether this call belongs to a sampling whose network was checked already."""
         self._running = threading.local()
         self._forwards: dict[str, RegionForward] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # whoever traces this compiles the blocks as well
+        if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
             return self._call_network(*args, **kwargs)
         outer = self.running_call()
         self._running.call = (args, kwargs)
         self.on_call()
         try:
-            is_watched = self._look()
+            is_watched = self._refresh()
             with (
                 turns.shared(),
                 self.compiled.pace.timed(self.method, args, kwargs) if self.compiled else nullcontext(),
@@ -73,8 +74,8 @@ class Entrance:
         finally:
             self._running.call = outer
 
-    def _look(self) -> bool:
-        """Before a sampling, see whether the network is still what its graphs were made of.
+    def _refresh(self) -> bool:
+        """Before a sampling, check whether the network has changed since its graphs were made.
 
         Returns whether a block of this call is compared with eager.
         """
@@ -98,14 +99,14 @@ class Entrance:
                 attributes.update(before)
 
     def install_while_running(self, forwards: Mapping[str, RegionForward]) -> None:
-        """Put these forwards in the place of the network's blocks, by path, whenever it is called."""
+        """Install these forwards, by the path of their block, during each call of the network."""
         self._forwards = dict(forwards)
 
     def _install_forwards(self, installed: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Add the attributes of each block, and the `forward` among them that was there before, if any."""
+        """Install the forwards. Appends each block's attributes, and a `forward` of its own, to `installed`."""
         for forward in self._forwards.values():
             module = forward.module()
-            if module is None:  # replaced, and gone
+            if module is None:  # the block was replaced and freed
                 continue
             before = module.__dict__.get("forward")
             if before is None or getattr(before, "__func__", None) is type(module).forward:
@@ -113,12 +114,12 @@ class Entrance:
                 module.__dict__["forward"] = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
-        """A copy of the network is nobody's yet."""
-        twin = memo.get(id(self._network()))
-        return self if twin is None else MethodType(getattr(type(twin), self.method), twin)
+        """Return the plain method for a copy of the network, which is not compiled."""
+        copied = memo.get(id(self._network()))
+        return self if copied is None else MethodType(getattr(type(copied), self.method), copied)
 
     def __reduce__(self) -> tuple:
-        """Pickle as what was there before: whoever loads the network has one that is not compiled."""
+        """Pickle as the method that was replaced, so that a loaded network is not compiled."""
         return getattr, (self._network(), self.method)
 
     def network(self) -> nn.Module | None:
@@ -126,7 +127,7 @@ class Entrance:
         return self._network()
 
     def running_call(self) -> tuple[tuple, dict[str, Any]] | None:
-        """Return the arguments of this thread's running call."""
+        """Return the arguments of this thread's running call, or None outside a call."""
         return getattr(self._running, "call", None)
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,12 +140,12 @@ class Entrance:
 
 
 class CodingEntrance(Entrance):
-    """A VAE's way in: a graph that overflows where eager does not must not make a black image."""
+    """The entrance of a VAE. A graph may overflow where eager code does not, and must not make a black image."""
 
     def __init__(self, network: nn.Module, method: str, inner: Callable | None) -> None:
         super().__init__(network, method, inner)
         self.on_broken: Callable[[str], None] = lambda line: None
-        """Told when what the graphs gave had to be made again."""
+        """Called with a line for people when an image had to be made again eagerly."""
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -152,11 +153,11 @@ class CodingEntrance(Entrance):
         result = super()._enter(*args, **kwargs)
         if _is_finite(result):
             return result
-        _restore_random_state(device, drawn)  # an encoder may sample, and then draws what it drew before
+        _restore_random_state(device, drawn)  # an encoder may sample, and must then draw the same numbers again
         with eagerly(OVERFLOWED):
             again = super()._enter(*args, **kwargs)
         if _is_finite(again):
-            log.warning("A VAE's graphs gave values that are not finite, and eager ones did not; they are eager's now.")
+            log.warning("A VAE's graphs returned values that are not finite; eager code did not, so its image is used.")
             self.on_broken(f"eager: {OVERFLOWED}")
         return again
 

@@ -73,7 +73,7 @@ class Block(Base):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Import a version of the source above, as a restart after an edit would."""
+    """Return a function that imports an edited version of `SOURCE`, as a restart after the edit would."""
 
     def run(*edits, name="edited_blocks"):
         text = SOURCE
@@ -151,13 +151,13 @@ def test_an_edit_of_anything_else_keeps_it(load, edit):
 
 
 class Options(dict):
-    """Parsed options as some ComfyUI builds have them."""
+    """Parsed options in the form that some ComfyUI builds use."""
 
     __getattr__ = dict.__getitem__
 
 
 @pytest.mark.parametrize("kind", [Options, argparse.Namespace])
-def test_of_a_command_line_only_the_options_that_code_reads_matter(load, kind):
+def test_only_command_line_options_that_are_read_matter(load, kind):
     reading = ("return x * SCALE", "return x * SCALE * (2 if options_of_host.upcast else 1)")
 
     def block(**options):
@@ -170,7 +170,7 @@ def test_of_a_command_line_only_the_options_that_code_reads_matter(load, kind):
 
 
 @pytest.mark.parametrize("line", ["seen[x.shape] = 1", "seen.setdefault('a', 1)", "global seen; seen = {}"])
-def test_code_that_remembers_things_in_a_global_is_obscure(load, line):
+def test_code_that_writes_to_a_global_is_obscure(load, line):
     module = load(("x = self.norm(widen(self.linear(x)))", f"{line}; x = self.norm(widen(self.linear(x)))"))
     module.seen = {}
     assert "remembers things in a global" in Describer(Host()).describe(module.Block()).obscure
@@ -190,7 +190,7 @@ def test_a_helper_replaced_by_an_extension_changes_it(load):
     assert of(module.Block()) != before
 
 
-def test_a_forward_that_an_extension_put_on_the_class_changes_it(load):
+def test_replaced_forward_on_the_class_changes_it(load):
     module = load()
     before = of(module.Block())
 
@@ -201,7 +201,7 @@ def test_a_forward_that_an_extension_put_on_the_class_changes_it(load):
     assert of(module.Block()) != before
 
 
-def test_a_wrapper_that_an_extension_put_around_a_forward_changes_it(load):
+def test_wrapped_forward_on_the_class_changes_it(load):
     module = load()
     before = of(module.Block())
     original = module.Block.forward
@@ -258,7 +258,7 @@ def test_requires_grad_does_not_matter():
     assert of(TransformerBlock().requires_grad_(False)) == of(TransformerBlock())
 
 
-def test_hooks_and_a_forward_put_on_an_instance_do_not_matter():
+def test_hooks_and_an_instance_forward_do_not_matter():
     block = TransformerBlock()
     block.register_forward_hook(lambda *args: None)
     block.forward = lambda x: x
@@ -366,7 +366,7 @@ def test_settings_of_equal_content_keep_it(one, other):
     assert of(with_attribute(one)) == of(with_attribute(other))
 
 
-def test_a_setting_that_refers_back_to_the_block_is_no_obstacle():
+def test_circular_setting_is_described():
     block = TransformerBlock()
     block.owner = types.SimpleNamespace(block=block)
     block.owner.itself = block.owner
@@ -384,13 +384,13 @@ def test_a_volatile_attribute_of_the_host_does_not_matter():
     assert of(block) != of(TransformerBlock())
 
 
-def test_literals_are_the_strings_a_region_can_look_up(load):
-    literals = strings_of(load().Block(), Host())
-    assert {"patch", "high"} <= literals
-    assert "A block." not in literals
+def test_strings_are_those_a_region_can_look_up(load):
+    strings = strings_of(load().Block(), Host())
+    assert {"patch", "high"} <= strings
+    assert "A block." not in strings
 
 
-def test_literals_come_from_helpers_and_submodules_too(load):
+def test_strings_come_from_helpers_and_submodules_too(load):
     module = load(("return x * 2", 'return x * {"factor": 2}["factor"]'))
     assert "factor" in strings_of(nn.Sequential(module.Block()), Host())
 
@@ -423,7 +423,7 @@ def test_tensors_outside_parameters_and_buffers_are_named():
     assert tensor_attributes(block, Host()) == ["table", "mlp.0.scale"]
 
 
-def test_what_stands_in_for_a_method_does_not_matter():
+def test_stand_in_for_a_method_does_not_matter():
     class Entrance:
         stands_in = True
 
@@ -433,8 +433,8 @@ def test_what_stands_in_for_a_method_does_not_matter():
     assert of(block) == before
 
 
-def test_objects_that_share_others_are_described_in_their_number():
-    """Written out, what sixty levels share twice would be longer than any memory."""
+def test_shared_objects_are_described_once():
+    """Sixty levels that each hold the next one twice would fill any memory if they were written out."""
     shared = [1.0]
     for _ in range(60):
         shared = [shared, shared]
@@ -449,15 +449,15 @@ def test_objects_that_share_others_are_described_in_their_number():
 
 
 def from_an_extension(name, source):
-    """Return a function of a module that is no library."""
+    """Return a function whose module is not a library."""
     scope = {"__name__": "extension", "CALLS": []}
     exec(source, scope)
     return scope[name]
 
 
 @pytest.mark.parametrize("owner", [nn.Module, torch, torch.nn.functional, torch.Tensor])
-def test_what_an_extension_adds_to_torch_does_not_matter(owner, monkeypatch):
-    """transformers adds a method to torch's modules that reads its own globals."""
+def test_uncalled_addition_to_torch_does_not_matter(owner, monkeypatch):
+    """For instance, transformers adds a method to torch's modules that reads its own globals."""
     block = TransformerBlock()
     before = Describer(Host()).describe(block)
     helper = from_an_extension("smart_apply", "def smart_apply(self):\n    CALLS.append(self)\n")
@@ -477,7 +477,7 @@ class HelpedByName(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Helped, HelpedByName])
-def test_what_an_extension_adds_to_torch_matters_to_those_who_call_it(kind, monkeypatch):
+def test_addition_to_torch_matters_where_it_is_called(kind, monkeypatch):
     twice = from_an_extension("helped", "def helped(self, x):\n    return x * 2\n")
     monkeypatch.setattr(nn.Module, "helped", twice, raising=False)
     before = of(kind())
@@ -490,7 +490,7 @@ def test_what_an_extension_adds_to_torch_matters_to_those_who_call_it(kind, monk
     [(nn.Module, "__call__"), (nn.Module, "_call_impl"), (nn.Linear, "forward"), (torch.nn.functional, "linear")]
     + [(torch, "matmul"), (torch.Tensor, "__add__"), (torch.Tensor, "reshape")],
 )
-def test_what_an_extension_puts_in_the_place_of_torchs_own_matters(owner, name, monkeypatch):
+def test_replaced_torch_function_changes_it(owner, name, monkeypatch):
     block = TransformerBlock()
     before = of(block)
     source = f"def {name}(*arguments):\n    return original(*arguments)\n"

@@ -1,4 +1,4 @@
-"""Options that watch what a block asks of them."""
+"""Options that record what a block reads from them."""
 
 from __future__ import annotations
 
