@@ -133,7 +133,7 @@ class Describer:
         roots: set[Any] = set()
         is_arranged = self._host.arranges(module)
         for path, child in module.named_modules(remove_duplicate=False):
-            if values.paths[id(child)] != path:  # one module in two places
+            if values.paths[id(child)] != path:  # the module also stands at an earlier path
                 record.append([path, values.paths[id(child)]])
                 continue
             self._watch.module(child)

@@ -234,7 +234,7 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
 def _torch_constant(text: str, kind: type) -> Any:
     value = getattr(torch, text.removeprefix("torch."))
     if not isinstance(value, kind):
-        raise TypeError(f"{text} is no {kind.__name__}")
+        raise TypeError(f"{text} is not a {kind.__name__}")
     return value
 
 

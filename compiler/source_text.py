@@ -95,7 +95,7 @@ def _methods_agree(found: _Class, cls: type, own: list[types.FunctionType]) -> b
 
 
 def _changed(path: str, item: Any) -> OSError:
-    return OSError(f"{item.__qualname__} runs as it was imported, and {path} does not hold it any more")
+    return OSError(f"{item.__qualname__} runs as it was imported, but {path} has changed since")
 
 
 def _class_file(cls: type) -> str:
@@ -127,7 +127,7 @@ def _on_disk(path: str, written: int, size: int, number: int) -> _File:
     try:
         text = importlib.util.decode_source(read_bounded(Path(path), MAX_SOURCE))
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise OSError(f"{path} is no Python ({error})") from None
+        raise OSError(f"{path} is not Python ({error})") from None
     code = _compiled(text, path)
     cached = _cached(path, written, size)
     if cached is not None and _bare(cached) != _bare(code):
@@ -139,7 +139,7 @@ def _compiled(text: str, path: str) -> types.CodeType:
     try:
         return compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise OSError(f"{path} is no Python ({error})") from None
+        raise OSError(f"{path} is not Python ({error})") from None
 
 
 def _cached(path: str, written: int, size: int) -> types.CodeType | None:
@@ -206,7 +206,7 @@ def _block(file: _File, line: int) -> tuple[str, ast.stmt]:
             node = ast.parse(head + "".join(lines[:end])).body[0]
             node = node.body[0] if margin else node
             return "".join(lines[: node.end_lineno - bool(margin)]), node
-    raise OSError("a text that does not parse")
+    raise OSError("the text does not parse")
 
 
 def _ends(lines: list[str], margin: int) -> Iterator[int]:

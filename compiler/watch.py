@@ -245,7 +245,7 @@ def _weak(value: Any) -> Any:
         return value
     try:
         return _Ref(value)
-    except TypeError:  # lists, dictionaries, tuples
+    except TypeError:  # such as a list, a dictionary or a tuple
         return value
 
 

@@ -53,7 +53,7 @@ def test_weights_keep_their_values_and_addresses(network):
 
 @pytest.mark.parametrize("made_in", [torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("arranged_in", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_in_any_mode(made_in, arranged_in):
+def test_arrangement_works_in_any_grad_mode(made_in, arranged_in):
     with torch.inference_mode(False), made_in():
         network = ConvolutionNetwork()
     before = [weight.detach().clone() for weight in convolutions(network)]
@@ -185,7 +185,7 @@ class Watched:
         return self.executable(*tensors)
 
 
-def test_graphs_take_arranged_weights_in_place_and_copy_others(network, registry):
+def test_graphs_use_arranged_weights_and_copy_others(network, registry):
     reference, backend = copy.deepcopy(network), Watching()
     compiled = compile_network(network, registry, backend=backend, host=ArrangingHost())
     inputs, own = network.inputs(sizes()), [block.conv.weight.data_ptr() for block in network.blocks]

@@ -72,7 +72,7 @@ def test_queries_are_by_tokens_where_a_gpu_returns_tokens(layout, is_changed):
 
 def feature_map(layout):
     square = torch.randn(2, 8, 6, 6)
-    if layout == "rows":  # a host can view neither the batch nor the pixels of this layout
+    if layout == "rows":  # a third layout, which hosts cannot view
         return torch.randn(2, 6, 8, 6).transpose(1, 2)
     return square.contiguous(memory_format=getattr(torch, layout))
 

@@ -90,7 +90,7 @@ def test_a_deep_copy_enters_its_own_network():
     assert copied.forward.__self__ is copied
 
 
-def test_overflow_in_graphs_is_made_again_with_the_same_draws():
+def test_overflow_in_graphs_is_redone_with_the_same_draws():
     network = Overflowing()
     told = []
     enter(network, CodingEntrance).on_broken = told.append
@@ -169,7 +169,7 @@ def test_torch_compile_sees_the_plain_network():
     assert compiled(torch.ones(1)) == 0.25
 
 
-class Looked:
+class FakeCompiledModel:
     """A fake compiled model, which says whether the network has changed and whether a block is due for comparison."""
 
     def __init__(self):
@@ -183,7 +183,7 @@ class Looked:
         return self.is_due
 
 
-class Replaying:
+class FakeRecordings:
     def __init__(self):
         self.served = self.forgotten = self.looked = 0
 
@@ -202,7 +202,7 @@ class Replaying:
 def replaying():
     network = Pair()
     entrance = enter(network)
-    entrance.compiled, entrance.recordings = Looked(), Replaying()
+    entrance.compiled, entrance.recordings = FakeCompiledModel(), FakeRecordings()
     return network, entrance.compiled, entrance.recordings
 
 

@@ -130,7 +130,7 @@ def with_attribute(value):
         "decorator",
     ],
 )
-def test_an_edit_of_what_a_region_computes_changes_it(load, edit):
+def test_edit_of_used_code_changes_fingerprint(load, edit):
     assert of(load(edit).Block()) != of(load().Block())
 
 
@@ -146,7 +146,7 @@ def test_an_edit_of_what_a_region_computes_changes_it(load, edit):
     ],
     ids=["comment", "docstring", "no docstring", "unrelated function", "lines above", "constructor"],
 )
-def test_an_edit_of_anything_else_keeps_it(load, edit):
+def test_edit_of_anything_else_keeps_fingerprint(load, edit):
     assert of(load(edit).Block()) == of(load().Block())
 
 
@@ -177,20 +177,20 @@ def test_code_that_writes_to_a_global_is_obscure(load, line):
 
 
 @pytest.mark.parametrize("folder", ["/opt/comfy/custom_nodes/blocks", "C:\\\\comfy\\\\custom_nodes\\\\My Blocks"])
-def test_the_folder_of_an_extension_does_not_matter(load, folder):
+def test_folder_of_an_extension_does_not_matter(load, folder):
     here = load(name="/home/me/custom_nodes/blocks.model")
     there = load(name=f"{folder}.model")
     assert of(here.Block()) == of(there.Block())
 
 
-def test_a_helper_replaced_by_an_extension_changes_it(load):
+def test_replaced_helper_changes_fingerprint(load):
     module = load()
     before = of(module.Block())
     module.double = lambda x: x * 7
     assert of(module.Block()) != before
 
 
-def test_replaced_forward_on_the_class_changes_it(load):
+def test_replaced_forward_on_the_class_changes_fingerprint(load):
     module = load()
     before = of(module.Block())
 
@@ -201,7 +201,7 @@ def test_replaced_forward_on_the_class_changes_it(load):
     assert of(module.Block()) != before
 
 
-def test_wrapped_forward_on_the_class_changes_it(load):
+def test_wrapped_forward_on_the_class_changes_fingerprint(load):
     module = load()
     before = of(module.Block())
     original = module.Block.forward
@@ -232,7 +232,7 @@ print(fingerprint(block, Host()), fingerprint(ResidualBlock(), Host()))
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_it_is_the_same_in_every_process_and_hash_seed(seed):
+def test_fingerprint_is_the_same_in_every_process(seed):
     block = TransformerBlock()
     block.features = {"rope", "bias", "gate", "shift", None, 3}
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -242,7 +242,7 @@ def test_it_is_the_same_in_every_process_and_hash_seed(seed):
     assert result.stdout.split() == [of(block), of(ResidualBlock())]
 
 
-def test_equal_blocks_of_one_network_share_it():
+def test_equal_blocks_share_a_fingerprint():
     assert len({of(block) for block in ConvolutionNetwork(depth=3).blocks}) == 1
 
 
@@ -277,7 +277,7 @@ def test_hooks_and_an_instance_forward_do_not_matter():
     ],
     ids=["eps", "heads", "width", "dtype", "eval", "absent parameter"],
 )
-def test_a_change_of_configuration_changes_it(changed):
+def test_configuration_changes_fingerprint(changed):
     assert of(changed()) != of(TransformerBlock())
 
 
@@ -287,11 +287,11 @@ def _without_gate():
     return block
 
 
-def test_the_layout_of_a_weight_changes_it():
+def test_layout_of_a_weight_changes_fingerprint():
     assert of(ResidualBlock().to(memory_format=torch.channels_last)) != of(ResidualBlock())
 
 
-def test_a_buffers_shape_changes_it():
+def test_shape_of_a_buffer_changes_fingerprint():
     one, other = TransformerBlock(), TransformerBlock()
     one.register_buffer("table", torch.zeros(3))
     other.register_buffer("table", torch.zeros(4))
@@ -349,7 +349,7 @@ def shifted_by(amount):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_settings_of_other_content_change_it(one, other):
+def test_different_settings_change_fingerprint(one, other):
     assert of(with_attribute(one)) == of(with_attribute(copy.copy(one)))
     assert of(with_attribute(one)) != of(with_attribute(other))
 
@@ -362,7 +362,7 @@ def test_settings_of_other_content_change_it(one, other):
     ],
     ids=["device", "identity"],
 )
-def test_settings_of_equal_content_keep_it(one, other):
+def test_equal_settings_keep_fingerprint(one, other):
     assert of(with_attribute(one)) == of(with_attribute(other))
 
 
@@ -395,7 +395,7 @@ def test_strings_come_from_helpers_and_submodules_too(load):
     assert "factor" in strings_of(nn.Sequential(module.Block()), Host())
 
 
-def test_a_class_without_source_still_has_an_identity():
+def test_class_without_source_has_a_fingerprint():
     text = "class Block(Base):\n    def forward(self, x):\n        return x * {}\n"
     blocks = []
     for factor in ("self.two", "self.three"):
@@ -405,7 +405,7 @@ def test_a_class_without_source_still_has_an_identity():
     assert of(blocks[0]) != of(blocks[1])
 
 
-def test_constants_of_a_class_without_source_count():
+def test_constants_of_a_class_without_source_matter():
     blocks = []
     for factor in (2, 3):
         scope = {"Base": nn.Module, "__name__": "generated"}
@@ -490,7 +490,7 @@ def test_addition_to_torch_matters_where_it_is_called(kind, monkeypatch):
     [(nn.Module, "__call__"), (nn.Module, "_call_impl"), (nn.Linear, "forward"), (torch.nn.functional, "linear")]
     + [(torch, "matmul"), (torch.Tensor, "__add__"), (torch.Tensor, "reshape")],
 )
-def test_replaced_torch_function_changes_it(owner, name, monkeypatch):
+def test_replaced_torch_function_changes_fingerprint(owner, name, monkeypatch):
     block = TransformerBlock()
     before = of(block)
     source = f"def {name}(*arguments):\n    return original(*arguments)\n"

@@ -24,7 +24,7 @@ def test_group_norm_by_channel_is_group_norm(shape, groups, affine):
     torch.testing.assert_close(group_norm_by_channel(x, groups, weight, bias, 1e-6), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_group_norm_by_channel_keeps_its_digits_far_from_zero():
+def test_group_norm_by_channel_is_exact_far_from_zero():
     x = torch.randn(1, 8, 64, 64, generator=torch.Generator().manual_seed(0)) + 1000
     expected = F.group_norm(x.double(), 2).float()
     torch.testing.assert_close(group_norm_by_channel(x, 2), expected, rtol=1e-3, atol=1e-3)

@@ -121,7 +121,7 @@ def test_a_call_with_a_size_of_one_is_no_example():
     assert variant.hints == ((SECOND.batch, 7, 16),)
 
 
-def test_a_block_whose_sizes_collide_in_both_calls_is_left_out():
+def test_block_with_colliding_sizes_is_left_out():
     def colliding(network, at):
         batch, tokens, others = (2, 2, 4) if at == FIRST else (3, 5, 3)
         return network(torch.randn(batch, tokens, 16), unused=torch.randn(others))

@@ -53,7 +53,7 @@ def test_repeated_leaves_are_no_regions():
     assert paths(nn.Sequential(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))) == []
 
 
-def test_repeated_containers_without_a_forward_are_no_regions():
+def test_containers_without_a_forward_are_no_regions():
     assert paths(nn.Sequential(nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3)))) == []
 
 

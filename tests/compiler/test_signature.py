@@ -28,7 +28,7 @@ def test_positional_and_keyword_calls_have_one_key():
     assert key(TransformerBlock, x, mask) == key(TransformerBlock, mask=mask, x=x)
 
 
-def test_a_default_given_or_left_out_is_one_key():
+def test_explicit_default_has_the_same_key():
     assert key(OptionsBlock, tokens()) == key(OptionsBlock, tokens(), 1.0, shift=0)
 
 
@@ -89,7 +89,7 @@ def test_context_arguments_are_kept_by_name_only():
 
 
 @pytest.mark.parametrize("args", [(), (1, 2, 3, 4, 5, 6)])
-def test_a_call_that_does_not_fit_the_signature_is_unsupported(args):
+def test_call_that_does_not_fit_forward_is_unsupported(args):
     with pytest.raises(Unsupported, match=r"does not fit OptionsBlock\.forward"):
         bind(OptionsBlock, args, {}, frozenset())
 
@@ -105,7 +105,7 @@ def test_a_call_that_does_not_fit_the_signature_is_unsupported(args):
     ],
     ids=["object", "sparse", "subclass", "generator", "set"],
 )
-def test_what_no_graph_can_take_is_named_in_the_reason(argument, reason):
+def test_unsupported_argument_is_named_in_the_reason(argument, reason):
     with pytest.raises(Unsupported, match=reason):
         structure(KeywordBlock, tokens(), bias=argument)
 
@@ -174,7 +174,7 @@ def test_named_tuple_is_in_the_key_but_cannot_be_parsed():
         parse(one.text)
 
 
-def test_calls_that_differ_in_plain_values_have_the_same_tensors():
+def test_has_tensors_of_ignores_plain_values():
     x = torch.zeros(2, 3)
 
     def structure(*args, **kwargs):

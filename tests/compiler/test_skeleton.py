@@ -22,7 +22,7 @@ def names(module):
     return [name for name, _ in tensor_slots(module)]
 
 
-def test_a_skeleton_has_stand_ins_for_every_parameter_and_buffer():
+def test_every_parameter_and_buffer_is_replaced():
     block = TransformerBlock()
     block.register_buffer("table", torch.ones(3))
     copied = copy_of(block)

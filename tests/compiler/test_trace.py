@@ -69,7 +69,7 @@ def test_a_size_shared_by_inputs_is_one_symbol():
     assert not spec.fits(shapes((5, 8, 7, 9), (4, 12)))
 
 
-def test_what_tracing_relied_on_becomes_a_guard():
+def test_assumption_of_the_trace_becomes_a_guard():
     class Halves(TransformerBlock):
         def forward(self, x):
             top, bottom = x.unflatten(1, (2, -1)).unbind(1)
@@ -210,7 +210,7 @@ class Popping(TransformerBlock):
 
 
 @pytest.mark.parametrize("block", [Caching, Popping])
-def test_a_region_that_writes_to_a_list_it_is_given_is_refused(block):
+def test_region_that_writes_to_a_given_list_is_refused(block):
     def call_cached(network, at):
         (x,) = network.inputs(at)
         for child in network.blocks:
@@ -237,7 +237,7 @@ def joined_by_tokens(monkeypatch):
     monkeypatch.setattr(gpu_functions, "_cat_on_gpu", lambda tensors, dim: cat_by_tokens(tensors))
 
 
-def test_code_that_a_decomposition_breaks_is_traced_without(monkeypatch, caplog):
+def test_failing_decomposition_is_left_out(monkeypatch, caplog):
     caplog.set_level("INFO")
     joined_by_tokens(monkeypatch)
     exported, block, x = export(Stack(JoiningBlock)), JoiningBlock(), torch.randn(3, 5, 16)
