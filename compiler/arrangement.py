@@ -1,8 +1,8 @@
-"""The weights of a network's convolutions in channels_last, for as long as it samples.
+"""Keeps the weights of a network's convolutions in channels_last while it samples.
 
-A GPU's convolutions read them so; left contiguous they are transposed at each step. Hosts, LoRAs and whoever runs
-the network eagerly want them contiguous: so they are arranged when a sampling begins and put back when it ends,
-each within its own memory.
+A GPU's convolutions read weights in channels_last, and transpose contiguous ones at each step. Hosts, LoRAs and eager
+runs of the network need contiguous weights. So each weight is arranged within its own memory when a sampling begins,
+and restored when it ends.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch import nn
 from .layout import has_layouts, stride_in
 from .signature import TENSOR_TYPES
 
-_ALONE = 2
-"""Who holds the storage of a tensor that shares it with nobody: the tensor, and the object that is asked."""
+_UNSHARED_USES = 2
+"""Use count of an unshared storage: the tensor, and the handle that is asked for the count."""
 
 
 class Arrangement:
-    """Arranges the weights of one network, and puts them back."""
+    """Brings the weights of one network into channels_last, and restores them."""
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:
-        """Weights that are elsewhere than on `device` stay as they are."""
+        """Weights on another device than `device` stay unchanged."""
         self._network = weakref.ref(network)
         self._device = device
         self._arranged: list[weakref.ref[torch.Tensor]] = []
 
     def begin(self) -> None:
-        """Bring contiguous weights of convolutions into channels_last, as far as memory allows."""
+        """Bring the contiguous weights of convolutions into channels_last, as far as memory allows."""
         network = self._network()
         for weight in () if network is None else _weights(network, self._device):
             try:
                 if weight.is_contiguous() and _lay_out(weight, torch.channels_last):
                     self._arranged.append(weakref.ref(weight))
-            except torch.cuda.OutOfMemoryError:  # graphs take the others as they are
+            except torch.cuda.OutOfMemoryError:  # graphs accept the remaining weights as they are
                 return
 
     def end(self) -> None:
-        """Make contiguous again what `begin` has arranged and nobody has replaced."""
+        """Make those weights contiguous again that `begin` has arranged and nobody has replaced."""
         arranged, self._arranged = self._arranged, []
         for reference in arranged:
             weight = reference()
@@ -55,19 +55,19 @@ def _weights(network: nn.Module, device: torch.device) -> Iterator[torch.Tensor]
 
 
 def _lay_out(weight: torch.Tensor, memory_format: torch.memory_format) -> bool:
-    """Order a weight's values in its memory anew. Does nothing, and says so, if others may be reading that memory."""
-    if not _is_alone(weight):
+    """Reorder a weight's values within its memory. Returns False, and does nothing, if others may read that memory."""
+    if not _is_unshared(weight):
         return False
     stride = stride_in(weight, memory_format)
-    with torch.inference_mode():  # the only one in which tensors of both modes can be written to
+    with torch.inference_mode():  # only this mode can write to both inference tensors and normal ones
         values = weight.detach()
         values.as_strided(weight.shape, stride).copy_(values.clone())
     weight.data = weight.data.as_strided(weight.shape, stride)
     return True
 
 
-def _is_alone(weight: torch.Tensor) -> bool:
-    """Whether no other tensor shares this one's memory; not if this torch does not tell."""
+def _is_unshared(weight: torch.Tensor) -> bool:
+    """Whether no other tensor shares this one's memory. False if this torch does not report use counts."""
     use_count = getattr(torch._C, "_storage_Use_Count", None)
     storage = weight.untyped_storage()
-    return use_count is not None and use_count(storage._cdata) <= _ALONE
+    return use_count is not None and use_count(storage._cdata) <= _UNSHARED_USES

@@ -1,7 +1,7 @@
 """Attention as an opaque operator: a graph calls the host's attention function instead of tracing it.
 
-Hosts choose an attention kernel for the machine and the person (cuDNN, SageAttention, xFormers, chunked
-for little memory). Traced through, that choice would be lost, and a chunk size computed from today's
+Hosts choose an attention kernel for the machine and the user (cuDNN, SageAttention, xFormers, chunked
+for little memory). A trace through the function would lose that choice, and a chunk size computed from today's
 free memory would become a limit on every later call.
 """
 
@@ -28,7 +28,7 @@ _SCHEMA = (
 def register_operator() -> None:
     """Define `torch.ops.compiled_graphs.attention`, unless another copy of this package did.
 
-    Needed before a graph that uses it is traced, loaded or called.
+    Call this before a graph that uses it is traced, loaded or called.
     """
     if hasattr(torch.ops.compiled_graphs, "attention"):
         return
@@ -52,12 +52,12 @@ def opaque_attention(
     skip_output_reshape: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Stand in for an attention function with ComfyUI's calling convention while a region is traced.
+    """Take the place of an attention function with ComfyUI's calling convention while a region is traced.
 
     q, k, v: [batch, tokens, heads * dim] or [batch, tokens, heads, dim]; [batch, heads, tokens, dim] with
     skip_reshape. Returns [batch, tokens, heads * dim], or [batch, heads, tokens, dim] with
     skip_output_reshape (`comfy.ldm.modules.attention`, hook `optimized_attention_override`). A function that
-    cannot be found again by its name, or options this operator does not know, are traced through.
+    cannot be found again by its name, or a call with options that this operator does not know, is traced through.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     known = {"_inside_attn_wrapper", "transformer_options"}
@@ -74,8 +74,8 @@ def opaque_attention(
 def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, tokens, dim] laid out as [batch, tokens, heads, dim], if it is contiguous.
 
-    GPU kernels write their output in the order of the queries, and it is to be [batch, tokens, heads * dim]: that
-    saves a copy, where laying out what goes in costs nothing, since a compiled kernel writes it anyhow.
+    GPU kernels write their output in the memory order of the queries, and the result is [batch, tokens, heads * dim].
+    So this layout saves a copy of the output. It costs nothing, since a compiled kernel writes the queries anyway.
     """
     if not tensor.is_contiguous():
         return tensor
@@ -83,10 +83,10 @@ def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def opaque_map_attention(function: Callable) -> Callable:
-    """Return a stand-in for an attention function over feature maps, as VAEs have it, while a region is traced.
+    """Return the operator call that replaces a VAE's attention function over feature maps while a region is traced.
 
     q, k, v and the result: [batch, channels, height, width] (`comfy.ldm.modules.diffusionmodules.model`,
-    `AttnBlock.optimized_attention`). A function that cannot be found again by its name comes back as it is.
+    `AttnBlock.optimized_attention`). Returns `function` itself if it cannot be found again by its name.
     """
     name = f"{function.__module__}:{function.__qualname__}"
     if not _can_resolve(name):
@@ -122,7 +122,7 @@ def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 
 def _dense(feature_map: torch.Tensor) -> torch.Tensor:
-    """Hosts view maps as [batch, channels, pixels], which only these two layouts allow."""
+    """Return a map in one of the two layouts that allow a view as [batch, channels, pixels], which hosts take."""
     is_channels_last = feature_map.is_contiguous(memory_format=CHANNELS_LAST[feature_map.ndim])
     return feature_map if is_channels_last else feature_map.contiguous()
 

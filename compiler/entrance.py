@@ -1,8 +1,8 @@
-"""The method by which a host enters a network, replaced so that its regions run compiled while a call lasts.
+"""Replaces the method by which a host calls a network, so that its regions run compiled during the call.
 
-Forwards that are put into place for the length of a call need not be taken out by anybody else. A host that
-undoes patches path by path would put things back into whatever stands at a path by then, and another
-extension may have put a block of its own there.
+The regions' forwards are installed only for the length of a call, so that nobody else has to remove them. A host
+that undoes patches by their paths would restore a forward on whatever module stands at a path by then, and that
+may be another extension's block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entrance:
     """Takes the place of a network's method. Each call of it is the running call of its thread."""
 
     stands_in = True
-    """Told from what belongs to the network, also by another copy of this package."""
+    """Marks the object as our stand-in, which another copy of this package recognises too."""
 
     def __init__(
         self,
@@ -56,22 +56,23 @@ class Entrance:
         self.method = method
         self.inner = inner
         self.compiled = compiled
-        """What it was installed with, for those who hold only the network."""
+        """The compiled model that this entrance serves, for callers that hold only the network."""
         self._repeat = repeat
         self.step_replay: StepReplay | None = None
-        """If set, serves calls that repeat without Python."""
+        """If set, replays repeated calls as CUDA graphs, without Python."""
         self.on_call: Callable[[], None] = lambda: None
+        """Called before each call of the network."""
         self.sampling: Sampling = EachCall()
-        """Tells whether this call is one of a sampling whose network was looked at already."""
+        """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # whoever traces this compiles the blocks as well
+        if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
             return self._call_network(*args, **kwargs)
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs))
         with entered(call):
             self.on_call()
-            is_watched = self._look()
+            is_watched = self._refresh()
             with turns.shared(), self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call)):
                 if self.step_replay is None or is_watched:
                     result = self._call_compiled(*args, **kwargs)
@@ -85,8 +86,8 @@ class Entrance:
         background = self.compiled.background
         return call.had_setup or (background is not None and background.is_busy)
 
-    def _look(self) -> bool:
-        """Before a sampling, see whether the network is still what its graphs were made of.
+    def _refresh(self) -> bool:
+        """Before a sampling, check whether the network has changed since its graphs were made.
 
         Returns whether a block of this call is compared with eager.
         """
@@ -108,14 +109,14 @@ class Entrance:
                 attributes.update(before)
 
     def install_while_running(self, forwards: Mapping[str, RegionForward]) -> None:
-        """Put these forwards in the place of the network's blocks, by path, whenever it is called."""
+        """Install these forwards, by the path of their block, during each call of the network."""
         self._forwards = dict(forwards)
 
     def _install_forwards(self, installed: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        """Add the attributes of each block, and the `forward` among them that was there before, if any."""
+        """Install the forwards. Appends each block's attributes, and a `forward` of its own, to `installed`."""
         for forward in self._forwards.values():
             module = forward.module()
-            if module is None:  # replaced, and gone
+            if module is None:  # the block was replaced and freed
                 continue
             before = module.__dict__.get("forward")
             if before is None or getattr(before, "__func__", None) is type(module).forward:
@@ -123,12 +124,12 @@ class Entrance:
                 module.__dict__["forward"] = forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
-        """A copy of the network is nobody's yet."""
-        twin = memo.get(id(self._network()))
-        return self if twin is None else MethodType(getattr(type(twin), self.method), twin)
+        """Return the plain method for a copy of the network, which is not compiled."""
+        copied = memo.get(id(self._network()))
+        return self if copied is None else MethodType(getattr(type(copied), self.method), copied)
 
     def __reduce__(self) -> tuple:
-        """Pickle as what was there before: whoever loads the network has one that is not compiled."""
+        """Pickle as the method that was replaced, so that a loaded network is not compiled."""
         return getattr, (self._network(), self.method)
 
     def network(self) -> nn.Module | None:
@@ -145,12 +146,12 @@ class Entrance:
 
 
 class CodingEntrance(Entrance):
-    """A VAE's way in: a graph that overflows where eager does not must not make a black image."""
+    """The entrance of a VAE. A graph may overflow where eager code does not, and must not make a black image."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.on_broken: Callable[[str], None] = lambda line: None
-        """Told when what the graphs gave had to be made again."""
+        """Called with a line for people when an image had to be made again eagerly."""
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -158,11 +159,11 @@ class CodingEntrance(Entrance):
         result = super()._enter(*args, **kwargs)
         if _is_finite(result):
             return result
-        _restore_random_state(device, drawn)  # an encoder may sample, and then draws what it drew before
+        _restore_random_state(device, drawn)  # an encoder may sample, and must then draw the same numbers again
         with eagerly(OVERFLOWED):
             again = super()._enter(*args, **kwargs)
         if _is_finite(again):
-            log.warning("A VAE's graphs gave values that are not finite, and eager ones did not; they are eager's now.")
+            log.warning("A VAE's graphs returned values that are not finite; eager code did not, so its image is used.")
             self.on_broken(f"eager: {OVERFLOWED}")
         return again
 

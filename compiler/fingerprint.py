@@ -1,9 +1,9 @@
-"""What a region is: a hash of its code, its settings and its parameters' shapes.
+"""The fingerprint of a region: a hash of its code, its settings and the shapes of its parameters.
 
-Two blocks with one fingerprint compute the same function of (weights, inputs), so they share a graph,
-whatever checkpoint, file, process or day they come from. Describing a block follows the functions that its
+Two blocks with the same fingerprint compute the same function of (weights, inputs), so they share a graph,
+whatever checkpoint, file, process or day they come from. A description follows the functions that a block's
 classes name, and reads every value that those functions can read: attributes, closures, globals, class
-attributes. Each place that is read goes into a `Watch`, so whatever the fingerprint depends on is also what is
+attributes. Each place that is read goes into a `Watch`, so everything that the fingerprint depends on is also
 compared before each sampling. A value that cannot be described makes the block `obscure`: it shares no graph.
 """
 
@@ -36,35 +36,35 @@ from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, q
 from .watch import PLAIN, Watch, class_settings
 
 LIBRARIES = frozenset(
-    {"torch", "torchvision", "numpy", "einops", "triton", "comfy_kitchen"}  # what they compute is their version's
+    {"torch", "torchvision", "numpy", "einops", "triton", "comfy_kitchen"}  # their version decides what they compute
     | {"PIL", "accelerate", "httpx", "huggingface_hub", "packaging", "requests", "safetensors", "tokenizers", "tqdm"}
 )
-"""Packages whose code a description does not follow; the second lot computes nothing of a region."""
+"""Packages whose code a description does not follow. Those of the second set compute nothing in a region."""
 
 MAX_VALUES = 50_000
-"""Values of one region. An object that leads to more than that is somebody's whole program."""
+"""Limit of values for one region. An object that leads to more is somebody's whole program."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _SHARED_NAMESPACES = (torch.nn.functional, torch, torch.Tensor)
-"""Where people replace functions of torch for every model of the process. Layers call them without naming them."""
+"""People replace functions of torch here, for every model of the process. Layers call them without naming them."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, array.array, bytearray, str, int, float, bytes)
 
 
 @dataclass(frozen=True)
 class Description:
-    """A region, reduced to what identifies it."""
+    """What identifies a region."""
 
     fingerprint: str
-    """A hex digest, stable over processes, hash seeds, devices, loading and offloading."""
+    """A hex digest that processes, hash seeds, devices, loading and offloading do not change."""
     strings: frozenset[str]
     """Every string constant in its code."""
     obscure: str = ""
-    """Why the fingerprint does not say all, if so. Such a region must not use a graph."""
+    """Why the fingerprint is incomplete; empty if it is not. A region with a reason here must not use a graph."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """The code a region can run, with the values that it reads besides attributes."""
+    """The code that a region can run, with the values that this code reads besides attributes."""
 
     digest: str
     strings: frozenset[str]
@@ -84,7 +84,7 @@ def strings_of(module: nn.Module, host: Host) -> frozenset[str]:
 def tensor_attributes(module: nn.Module, host: Host) -> list[str]:
     """Return the paths of tensors that a region holds outside its parameters and buffers.
 
-    Such a tensor would be baked into a graph as a constant, and then belong to one checkpoint.
+    A graph would hold such a tensor as a constant, and would then belong to one checkpoint.
     """
     return [
         f"{path}.{name}" if path else name
@@ -97,7 +97,7 @@ def tensor_attributes(module: nn.Module, host: Host) -> list[str]:
 def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
     """Return the attributes of a module that can decide what it computes.
 
-    Of a layer of the host's own, those are the ones that the host lists and methods put in the place of the class's.
+    For a layer of the host's own, they are the attributes that the host lists, and methods that replace the class's.
     """
     attributes = module.__dict__
     listed = host.layer_settings(module)
@@ -114,12 +114,12 @@ def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
         if name not in _MODULE_INTERNALS
         and name != "forward"
         and not host.is_volatile(name)
-        and not getattr(type(value), "stands_in", False)  # what we put in the place of a method leads to all we are
+        and not getattr(type(value), "stands_in", False)  # our stand-in for a method leads to our whole package
     }
 
 
 class Describer:
-    """Describes the regions of a network at one moment. Code that several regions share is looked at once."""
+    """Describes the regions of a network at one moment. Reads code that several regions share only once."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -133,7 +133,7 @@ class Describer:
         roots: set[Any] = set()
         is_arranged = self._host.arranges(module)
         for path, child in module.named_modules(remove_duplicate=False):
-            if values.paths[id(child)] != path:  # one module in two places
+            if values.paths[id(child)] != path:  # the module also stands at an earlier path
                 record.append([path, values.paths[id(child)]])
                 continue
             self._watch.module(child)
@@ -146,7 +146,7 @@ class Describer:
                 name: [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
                 for group in (child._parameters, child._buffers)
                 for name, t in group.items()
-                if t is not None  # a layer that is filled from a file has no place for what is not there
+                if t is not None  # a layer that is filled from a file has no entry for an absent tensor
             }
             record.append([path, qualified_name(type(child)), settings, tensors])
         code = self.code(frozenset(roots | values.code))
@@ -154,9 +154,9 @@ class Describer:
         return Description(hashlib.sha256(text.encode()).hexdigest(), code.strings, values.obscure or code.obscure)
 
     def code(self, roots: frozenset) -> Code:
-        """Describe functions and classes, and everything that they lead to."""
+        """Describe functions and classes, and all code that they lead to."""
         if roots not in self._codes:
-            self._codes[roots] = _Closure(self, self._host, self._watch).of(roots)
+            self._codes[roots] = _CodeWalk(self, self._host, self._watch).of(roots)
         return self._codes[roots]
 
     @property
@@ -166,6 +166,7 @@ class Describer:
 
     @property
     def host(self) -> Host:
+        """The program that the described regions run in."""
         return self._host
 
 
@@ -174,7 +175,7 @@ class _Values:
 
     def __init__(self, describer: Describer, paths: Mapping[int, str]) -> None:
         self.paths = paths
-        """Of the region's own modules, by identity."""
+        """The paths of the region's own modules, by the modules' identity."""
         self.code: set[Any] = set()
         self.obscure = ""
         self._host = describer.host
@@ -184,7 +185,7 @@ class _Values:
         self._count = 0
 
     def describe(self, value: Any, where: str) -> Any:
-        """Return a value as JSON. `where` is its place, for people."""
+        """Return a value as JSON. `where` names its place in reasons that people read."""
         kind = type(value)
         if kind in PLAIN:
             return value if kind not in (float, complex, bytes) else [kind.__name__, repr(value)]
@@ -194,7 +195,7 @@ class _Values:
         if self._count > MAX_VALUES:
             self.refuse(f"an attribute that leads to more than {MAX_VALUES} values ({where})")
             return None
-        self._alive.append(value)  # or its identity could be another's
+        self._alive.append(value)  # otherwise another object could get its identity
         self._done[id(value)] = ["again", kind.__name__]
         try:
             result = self._describe(value, kind, where)
@@ -233,11 +234,11 @@ class _Values:
         return self._object(value, kind, where)
 
     def refuse(self, reason: str) -> None:
-        """Note why the values do not say all."""
+        """Note the first reason why the values cannot be described."""
         self.obscure = self.obscure or reason
 
     def _module(self, module: nn.Module, where: str) -> Any:
-        """A module of the region is its place in it; one from elsewhere is an object that may hold no weights."""
+        """Describe a module of the region by its path; any other by its content, which may hold no weights."""
         if id(module) in self.paths:
             return ["own", self.paths[id(module)]]
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
@@ -249,7 +250,7 @@ class _Values:
         return ["layer", qualified_name(type(module)), settings, children]
 
     def _function(self, value: Any, where: str) -> Any:
-        """Return what describes something that is called, or None if it is no function."""
+        """Return the description of a callable, or None if the value is no function."""
         if isinstance(value, types.FunctionType):
             self.code.add(value)
             if is_outside(_home(value), self._host):
@@ -273,7 +274,7 @@ class _Values:
         return None
 
     def enclosed(self, function: types.FunctionType, where: str) -> list:
-        """Describe what a function carries with it: defaults and closure cells."""
+        """Describe the values that a function carries: its defaults and closure cells."""
         self._watch.function(function)
         return [*self._defaults(function, where), *(self._cell(cell, where) for cell in function.__closure__ or ())]
 
@@ -281,9 +282,9 @@ class _Values:
         code, defaults = function.__code__, function.__defaults__ or ()
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         for name, value in [*zip(names, defaults), *sorted((function.__kwdefaults__ or {}).items())]:
-            if name in self._host.context_arguments:  # a dictionary there gathers whatever was left in it
+            if name in self._host.context_arguments:  # such a dictionary collects whatever calls leave in it
                 continue
-            # What `forward` takes is an input of the graph, given or not.
+            # An argument of `forward` is an input of the graph, whether a call passes it or not.
             is_input = function.__name__ == "forward" and isinstance(value, torch.Tensor)
             yield [name, "input" if is_input else self.describe(value, f"{where}, a default of {function.__name__}")]
 
@@ -363,11 +364,11 @@ class _Values:
 
 _MISSING = object()
 _INERT = frozenset({"logging", "_thread", "threading", "contextlib", "contextvars", "_contextvars", "_io", "torch"})
-"""Modules whose objects (loggers, locks, files, generators) tell nothing of what a block computes."""
+"""Modules whose objects (loggers, locks, files, generators) do not decide what a block computes."""
 
 
-class _Closure:
-    """Follows code from some functions and classes to all that they name."""
+class _CodeWalk:
+    """Follows code from some functions and classes to everything that they name."""
 
     def __init__(self, describer: Describer, host: Host, watch: Watch) -> None:
         self._host = host
@@ -377,11 +378,11 @@ class _Closure:
         self._strings: set[str] = set()
         self._attributes: set[str] = set()
         self._additions: list[tuple[str, str, types.FunctionType]] = []
-        """What somebody has given to a library's classes and modules: owner, name, function."""
+        """Functions that somebody has added to a library's classes and modules: owner, name, function."""
 
     def of(self, roots: Iterable[Any]) -> Code:
         seen: set[Any] = set()
-        pending = [*roots, *self._foreign_everywhere()]
+        pending = [*roots, *self._replaced_in_torch()]
         while pending or (pending := self._named_additions()):
             item = pending.pop()
             if item in seen:
@@ -392,8 +393,8 @@ class _Closure:
         digest = hashlib.sha256("\n\n".join(sorted(self._records)).encode()).hexdigest()
         return Code(digest, frozenset(self._strings), self._values.obscure)
 
-    def _foreign_everywhere(self) -> Iterator[types.FunctionType]:
-        """Yield what somebody has put among the functions of torch."""
+    def _replaced_in_torch(self) -> Iterator[types.FunctionType]:
+        """Yield the functions that somebody has put in the place of torch's own."""
         for namespace in _SHARED_NAMESPACES:
             functions = {name: value for name, value in list(vars(namespace).items()) if _is_function(value)}
             self._watch.entries(vars(namespace), tuple(functions))
@@ -402,9 +403,9 @@ class _Closure:
                     yield from self._foreign(namespace, name, value)
 
     def _foreign(self, owner: Any, name: str, function: types.FunctionType) -> Iterator[types.FunctionType]:
-        """Yield what takes the place of a library's own function; keep what only comes beside them for later.
+        """Yield a function that replaces one of a library; keep a mere addition until some code names it.
 
-        Whole packages leave such helpers behind (transformers: `Module.smart_apply`), and no layer calls them.
+        Packages add helpers to torch's classes (transformers: `Module.smart_apply`) that no layer calls.
         """
         title = owner.__name__ if isinstance(owner, types.ModuleType) else qualified_name(owner)
         if not knows_name(owner, name):
@@ -414,7 +415,7 @@ class _Closure:
         yield function
 
     def _named_additions(self) -> list[types.FunctionType]:
-        """Return the additions to libraries that the code read so far has a name for."""
+        """Return the additions to libraries that the code read so far names."""
         used = self._attributes | self._strings
         named = [addition for addition in self._additions if addition[1] in used]
         self._additions = [addition for addition in self._additions if addition[1] not in used]
@@ -462,12 +463,12 @@ class _Closure:
         self._records.add(source.text)
         self._strings.update(source.strings)
         self._attributes.update(source.attributes)
-        # Resolved anew each time: an extension may have replaced a helper since the last look.
+        # Names are resolved again each time: an extension may have replaced a helper since the last description.
         for chain in source.names:
             yield from self._resolve(item, chain, source)
 
     def _resolve(self, item: Any, chain: tuple[str, ...], source: Source) -> Iterator[Any]:
-        """Yield the functions and classes that a dotted name leads to, and note the value at its end."""
+        """Yield the functions and classes that a dotted name leads to, and record the value at its end."""
         value: Any = None
         space: Mapping[str, Any] | None = _namespace(item)
         if chain[0] not in space and chain[0] in source.bound:
@@ -482,11 +483,11 @@ class _Closure:
             if value is _MISSING:
                 return
             if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
-                self._values.describe(value, part)  # so that it is watched
+                self._values.describe(value, part)  # this watches the value
                 self._values.refuse(f"code that remembers things in a global ({qualified_name(item)}: {part})")
                 return
             if isinstance(value, types.ModuleType) and _is_in(value.__name__, self._host.infrastructure):
-                reads_data = False  # the host's bookkeeping moves while it works
+                reads_data = False  # the host changes its bookkeeping while it works
             space = _space_of(value, chain[place + 1]) if place + 1 < len(chain) else None
         yield from self._value(f"{qualified_name(item)}: {'.'.join(chain)}", value, reads_data)
 
@@ -504,7 +505,7 @@ class _Closure:
 
 
 def is_outside(module: str, host: Host) -> bool:
-    """Whether code of a Python module is a library's, or of the host's infrastructure."""
+    """Whether a Python module belongs to a library or to the host's infrastructure."""
     root = module.partition(".")[0]
     return root in LIBRARIES or root in sys.stdlib_module_names or _is_in(module, host.infrastructure)
 
@@ -514,7 +515,7 @@ def _is_in(module: str, prefixes: Iterable[str]) -> bool:
 
 
 def _home(item: Any) -> str:
-    """Return the module that an item's names are looked up in: a wrapper bears the name of what it wraps."""
+    """Return the module in which an item looks up its names. A wrapper's `__module__` is that of what it wraps."""
     home = item.__globals__.get("__name__") if isinstance(item, types.FunctionType) else item.__module__
     return home or "builtins"
 
@@ -528,10 +529,10 @@ def _is_function(value: Any) -> bool:
 
 
 def _space_of(value: Any, part: str) -> Mapping[str, Any] | None:
-    """Return where the next part of a dotted name is looked up, or None if only the whole object can be described."""
+    """Return the namespace that holds the next part of a dotted name; None if only the whole object is described."""
     if isinstance(value, type):
         return next((vars(cls) for cls in value.__mro__ if part in vars(cls)), None)
-    if isinstance(value, dict) and hasattr(value, part) and part in value:  # parsed options with entries as attributes
+    if isinstance(value, dict) and hasattr(value, part) and part in value:  # such as parsed options
         return value
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, types.ModuleType | argparse.Namespace | types.FunctionType):
@@ -554,7 +555,7 @@ def _is_method(cls: type, name: str) -> bool:
 
 
 def _enclosed_functions(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """A decorated function keeps the one it wraps in a closure cell."""
+    """Yield the functions in closure cells: a decorated function keeps the one that it wraps there."""
     for cell in function.__closure__ or ():
         try:
             content = cell.cell_contents
@@ -568,14 +569,14 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     return tuple(
         name
         for cls in kind.__mro__
-        if "__slots__" in vars(cls)  # the members of classes in C are none of Python's
+        if "__slots__" in vars(cls)  # classes in C have members that Python code cannot set
         for name, value in vars(cls).items()
         if isinstance(value, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
     )
 
 
 def _short(description: Any) -> Any:
-    """Return a description, or its digest if it is long: what many objects share would else be written out for each."""
+    """Return a description, or its digest if it is long, so that a shared value is not written out for each owner."""
     text = json.dumps(description, sort_keys=True)
     return description if len(text) < 128 else ["digest", hashlib.sha256(text.encode()).hexdigest()]
 

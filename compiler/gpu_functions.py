@@ -1,6 +1,7 @@
-"""Functions of torch in another form, for where a compiler makes slow GPU kernels of what it knows them as.
+"""GPU-friendly decompositions of torch functions, for tracing.
 
-They compute the same within what their dtype can hold.
+A compiler's own decompositions of these functions become slow GPU kernels. The results agree within the precision of
+their dtype.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from .layout import CHANNELS_LAST, laid_out
 
 
 class ForGPUs(TorchFunctionMode):
-    """While a region is traced for a GPU, has another form of these functions traced. On a CPU it changes nothing."""
+    """Replaces these functions by their decompositions while a region is traced for a GPU. On a CPU it does nothing."""
 
     def __init__(self, has_maps: bool) -> None:
-        """`has_maps` if what the region is called with are feature maps, which have four dimensions as heads do."""
+        """`has_maps` says whether the region's inputs are feature maps, which have four dimensions like heads."""
         super().__init__()
         self._has_maps = has_maps
 
@@ -29,7 +30,7 @@ class ForGPUs(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is F.interpolate:
-            # Its own decomposition returns contiguous data, and all that is added to it later follows.
+            # torch's decomposition returns contiguous data, and every sum with it would be contiguous too.
             return laid_out(function(*args, **kwargs))
         if function is F.group_norm:
             return _group_norm_on_gpu(*args, **kwargs)
@@ -61,8 +62,8 @@ def _cat_on_gpu(tensors: Sequence[torch.Tensor], dim: int = 0, **kwargs: Any) ->
 def cat_by_tokens(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate [batch, heads, tokens, dim] along tokens, and lay the result out as [batch, tokens, heads, dim].
 
-    So they come from a linear layer, and so attention returns them: laid out by heads in between, kernels would
-    compute where a value lies from sizes that are symbols, and read the factors of a rotary embedding once a head.
+    Linear layers return tokens in this layout, and so does attention. With a layout by heads in between, kernels
+    would compute addresses from symbolic sizes, and read the factors of a rotary embedding once per head.
     """
     return torch.cat([tensor.transpose(1, 2) for tensor in tensors], 1).transpose(1, 2)
 
@@ -76,10 +77,10 @@ def group_norm_by_channel(
 ) -> torch.Tensor:
     """Compute `torch.nn.functional.group_norm` from sums over each channel's rows of pixels.
 
-    input: [batch, channels, ..., width]. In channels_last a group is a few neighbours out of every pixel, which
-    reads badly; rows of each channel read the map once, side by side, and no size that is a symbol has to be
-    divided by. What is squared is the distance from one of the group's values: a difference of large squares would
-    have no digits left (Chan, Golub and LeVeque, 1983), and a running mean costs a division for every value.
+    input: [batch, channels, ..., width]. In channels_last, a group is a few neighbouring values of every pixel, which
+    is slow to read. Sums over each channel's rows read the map once, in order, and divide by no symbolic size.
+    The squares are of the distance from one of the group's values: a difference of large squares would lose all
+    digits (Chan, Golub and LeVeque, 1983), and a running mean costs a division for every value.
     """
     channels = input.shape[1]
     grouped, per_pixel = (num_groups, channels // num_groups), (-1, channels) + (1,) * (input.ndim - 2)
@@ -88,7 +89,7 @@ def group_norm_by_channel(
     for size in reversed(input.shape[2:]):
         anchor = anchor.select(-1, size // 2)
     squares = (wide - _by_channel(anchor, grouped).reshape(per_pixel)).square()
-    # One tensor of both sums: two would be added up by two kernels.
+    # Both sums are one tensor, because two tensors would be summed by two kernels.
     sums = torch.stack([values.movedim(1, -1).sum(-2) for values in (wide, squares)]).unflatten(-1, grouped)
     within = [*range(2, sums.ndim - 2), sums.ndim - 1]
     mean, square = (sums.sum(within) / (math.prod(input.shape[2:]) * grouped[1])).unbind()
@@ -108,17 +109,17 @@ def _by_channel(of_groups: torch.Tensor, grouped: tuple[int, int]) -> torch.Tens
 
 
 def _computed_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as it is. Inductor then computes it ahead, not again for each value it goes into."""
+    """Return a contiguous tensor unchanged, so that Inductor computes it once and not again for each use."""
     return tensor.as_strided(tensor.shape, tensor.stride())
 
 
 def gelu_by_exponentials(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:  # noqa: A002  torch's name
     """Compute `torch.nn.functional.gelu` for half precision, with one exponential for each value.
 
-    The error function and the hyperbolic tangent of CUDA's library take several times the instructions, and decide
-    how long a kernel takes that reads and writes what the cache still holds. `approximate="tanh"` is the same
-    function in another form; without it the error function is formula 7.1.26 of Abramowitz and Stegun, which is
-    1.5e-7 off at most, where half precision rounds by 5e-4 of what it holds.
+    CUDA's error function and hyperbolic tangent take several times as many instructions, and these dominate a
+    kernel whose data is still in the cache. `approximate="tanh"` is the same function in another form. Without it,
+    the error function is formula 7.1.26 of Abramowitz and Stegun: its error is at most 1.5e-7, while half precision
+    rounds by a relative 5e-4.
     """
     wide = input.to(torch.float32)
     if approximate == "tanh":

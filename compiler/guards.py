@@ -1,7 +1,7 @@
-"""What can change under a region between two calls without anybody telling us.
+"""Guards: they detect what can change in a region between two calls without notice.
 
-Looked at on every call, so each guard keeps what it found in order last time and first asks, cheaply,
-whether anything moved since.
+They run on every call. So each guard remembers the last state that it found valid, and first asks, cheaply, whether
+anything has changed since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .skeleton import tensor_slots
 
 
 class Changed(Exception):
-    """A region is not what it was when it was described: other modules, settings, shapes or dtypes."""
+    """A region has changed since it was described: its modules, settings, shapes or dtypes differ."""
 
 
 class ModuleGuard:
@@ -31,18 +31,18 @@ class ModuleGuard:
 
     def __init__(self, region: nn.Module, host: Host) -> None:
         self._host = host
-        # Dictionaries and not modules: those of the region itself would keep the region alive.
+        # The guard keeps dictionaries, not modules: a reference to the region itself would keep it alive.
         self._modules = [(weakref.ref(m), m.__dict__) for m in region.modules() if m is not region]
         self._attributes = [attributes for _, attributes in self._modules]
         self._hooks = [
             attributes[name] for attributes in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")
         ]
-        families = [module._modules for module in region.modules()]
-        self._families = [family for family in families if family]
-        self._childless = [family for family in families if not family]
+        tables = [module._modules for module in region.modules()]
+        self._child_tables = [table for table in tables if table]
+        self._empty_child_tables = [table for table in tables if not table]
         self._children = self._current_children()
         self._sizes: list[int] | None = None
-        self._switches: list[tuple[dict[str, Any], str]] = []
+        self._weight_hooks: list[tuple[dict[str, Any], str]] = []
         self._settings = [
             (module.__dict__, name, _snapshot(module.__dict__[name]))
             for module in region.modules()
@@ -52,38 +52,38 @@ class ModuleGuard:
     def check(self) -> None:
         """Raise Unsupported if a hook, a replaced forward or a weight function is inside the region.
 
-        Raises Changed if its modules, or settings that the host says people change, are others than before.
+        Raises Changed if its modules, or settings that people change according to the host, have changed.
         """
         if _global_forward_hooks or _global_forward_pre_hooks:
             raise Unsupported("a hook on every module of the process")
         if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
             raise Unsupported("a hook on a module inside the region")
-        if any(self._childless) or self._current_children() != self._children:
+        if any(self._empty_child_tables) or self._current_children() != self._children:
             raise Changed
         if any(_snapshot(attributes.get(name)) != before for attributes, name, before in self._settings):
             raise Changed
-        # A new attribute changes the size of its dictionary; those that were there already are read.
+        # A new attribute changes its dictionary's size. The values of attributes that existed before are read below.
         if list(map(len, self._attributes)) != self._sizes:
-            self._look_again()
-        if any(starmap(getitem, self._switches)):
-            name = next(name for attributes, name in self._switches if attributes[name])
+            self._rescan()
+        if any(starmap(getitem, self._weight_hooks)):
+            name = next(name for attributes, name in self._weight_hooks if attributes[name])
             raise Unsupported(f"weights changed on the fly ({name})")
 
     def _current_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._families)))
+        return list(chain.from_iterable(map(dict.values, self._child_tables)))
 
-    def _look_again(self) -> None:
+    def _rescan(self) -> None:
         self._sizes = None
         for reference, attributes in self._modules:
             if "forward" in attributes and not self._host.module_is_clean(reference()):
                 raise Unsupported("a replaced forward inside the region")
-        self._switches = [(a, name) for a in self._attributes for name in self._host.weight_hooks if name in a]
+        self._weight_hooks = [(a, name) for a in self._attributes for name in self._host.weight_hooks if name in a]
         if not any("forward" in attributes for attributes in self._attributes):
             self._sizes = list(map(len, self._attributes))
 
 
 def _snapshot(value: Any, depth: int = 3) -> Any:
-    """Return what to compare a setting by: plain values, containers of them, and objects with what they hold."""
+    """Return the form in which settings are compared: plain values, their containers, objects with their attributes."""
     if isinstance(value, dict) and depth:
         return {key: _snapshot(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set) and depth:
@@ -94,10 +94,10 @@ def _snapshot(value: Any, depth: int = 3) -> Any:
 
 
 class WeightGuard:
-    """A region's weights as they are now, and whether a graph can take them."""
+    """Reads a region's current weights, and checks whether a graph can take them."""
 
     def __init__(self, region: nn.Module, host: Host, device: torch.device) -> None:
-        """`device` is where the region runs; its weights may be on their way there."""
+        """`device` is where the region runs. Its weights may still be elsewhere."""
         named = list(tensor_slots(region))
         self._slots = [slot for _, slot in named]
         self._names = tuple(name for name, _ in named)
@@ -107,9 +107,9 @@ class WeightGuard:
         self._known = _Tensors([])
 
     def check(self) -> list[torch.Tensor | None]:
-        """Return the weights as they are.
+        """Return the current weights.
 
-        Raises Changed if they have other shapes or dtypes than before, or say that the model has moved.
+        Raises Changed if their shapes or dtypes have changed, or if their device shows that the model has moved.
         """
         weights = self.current()
         if self._spec is not None and self._known.are(weights):
@@ -122,9 +122,9 @@ class WeightGuard:
         return weights
 
     def admit(self, weights: list[torch.Tensor | None], spec: GraphSpec) -> list[torch.Tensor]:
-        """Return weights that were checked in the order and layout of `spec`.
+        """Return weights, which `check` returned, in the layout of `spec`.
 
-        Raises Unsupported with the reason if they differ.
+        Raises Unsupported with the reason if they do not match `spec`.
         """
         if spec is self._spec:
             return weights
@@ -137,7 +137,7 @@ class WeightGuard:
         return arranged
 
     def current(self) -> list[torch.Tensor | None]:
-        """Return the weights as they are, unchecked."""
+        """Return the current weights without a check."""
         return list(starmap(dict.get, self._slots))
 
     @staticmethod
@@ -151,7 +151,7 @@ class WeightGuard:
             raise _other_weights(name)
         if weight.stride() == stride:
             return weight
-        # A LoRA puts back contiguous weights where the model had channels_last ones.
+        # A removed LoRA leaves contiguous weights where the model had channels_last ones.
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
 
 
@@ -161,21 +161,21 @@ def _other_weights(path: str) -> Unsupported:
 
 
 class _Tensors:
-    """Tensors that were seen, without keeping them alive."""
+    """Remembers tensors without keeping them alive."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._identities = list(map(id, tensors))
-        # Host code moves weights by swapping what a Parameter points to.
+        # Hosts move weights by replacing the data that a Parameter points to.
         self._pointers = list(map(torch.Tensor.data_ptr, tensors))
-        # Whoever arranges weights leaves them where they are.
-        self._arrangeable = [place for place, tensor in enumerate(tensors) if has_layouts(tensor)]
+        # A change of layout leaves weights at the same address.
+        self._layout_places = [place for place, tensor in enumerate(tensors) if has_layouts(tensor)]
         self._strides = self._strides_of(tensors)
-        # Of a tensor that is gone, identity and address can be another's.
+        # Another tensor can get the identity and the address of one that was freed.
         self._gone: list[weakref.ref] = []
         self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
 
     def are(self, tensors: list[torch.Tensor | None]) -> bool:
-        """Whether these are the same tensors at the same addresses, in the same layout."""
+        """Whether these are the remembered tensors, at the same addresses and in the same layout."""
         if self._gone or list(map(id, tensors)) != self._identities:
             return False
         return (
@@ -183,11 +183,11 @@ class _Tensors:
         )
 
     def _strides_of(self, tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
-        return [tensors[place].stride() for place in self._arrangeable]
+        return [tensors[place].stride() for place in self._layout_places]
 
 
 class TensorGuard:
-    """Whether all tensors of a network lie where they lay, and its own attributes are what they were."""
+    """Checks that a network's tensors have not moved, and that its own attributes are unchanged."""
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:
         self._attributes = network.__dict__
@@ -198,7 +198,7 @@ class TensorGuard:
         self._known = _Tensors(tensors if self.is_usable else [])
 
     def holds(self) -> bool:
-        """Return whether nothing has moved. Never true if a tensor was not on the device to begin with."""
+        """Return whether nothing has moved or changed. Always False if a tensor was not on the device at first."""
         return self.is_usable and self._current_values() == self._values and self._known.are(self._current())
 
     def _current(self) -> list[torch.Tensor | None]:

@@ -1,8 +1,7 @@
-"""What the compiler must know of the program a model lives in.
+"""What the compiler must know about the program that a model runs in.
 
-The default host is plain PyTorch. A host that passes bookkeeping through its blocks, hangs functions on
-weights or lets people cancel says so by overriding a method here; nothing else in the compiler asks
-where it runs.
+The default host is plain PyTorch. A host that passes bookkeeping through its blocks, attaches functions to weights
+or lets people cancel overrides methods of this class. Nothing else in the compiler depends on the program.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """A PyTorch program without habits of its own."""
+    """A plain PyTorch program."""
 
     context_arguments: frozenset[str] = frozenset()
-    """Names of arguments that carry bookkeeping (step counts, patches), never data. They stay out of graphs."""
+    """Names of arguments that carry bookkeeping (step counts, patches) and no data. They stay out of graphs."""
 
     volatile_attributes: frozenset[str] = frozenset()
-    """Instance attributes the host sets on modules while it manages memory. They are not part of a region's
-    identity, and a truthy one named in `weight_hooks` keeps a region eager."""
+    """Instance attributes that the host sets on modules while it manages memory. They are not part of a region's
+    identity. One that `weight_hooks` names keeps a region eager while it is truthy."""
 
     weight_hooks: frozenset[str] = frozenset()
     """Those of `volatile_attributes` that change weights on the fly when they are set."""
 
     traced_attributes: frozenset[str] = frozenset()
-    """Those of `volatile_attributes` that a trace must see: with them a module reads its weights in another way, such
-    as cast to the dtype of its input, and computes the same."""
+    """Those of `volatile_attributes` that a trace must see. They change how a module reads its weights, for instance
+    cast to the dtype of its input, but not what it computes."""
 
     infrastructure: tuple[str, ...] = ()
-    """Python module prefixes whose code moves tensors and settings about without deciding what a region
-    computes. A region's fingerprint does not follow calls into them, nor read their globals."""
+    """Prefixes of Python modules whose code moves tensors and settings, but does not decide what a region
+    computes. A region's fingerprint does not follow calls into them, and does not read their globals."""
 
     layer_modules: tuple[str, ...] = ()
     """Python modules of the host's own layers. Their code is part of a fingerprint; their globals are bookkeeping."""
@@ -44,27 +43,28 @@ class Host:
     """Instance attributes that people change on a model in use (adapters, processors). A change is followed."""
 
     weights_say_device: bool = True
-    """Whether weights that lie on another device than before mean that the model runs there now. Where the host
-    brings them to the device itself, call by call, they do not."""
+    """Whether weights on another device mean that the model runs there now. They do not if the host brings
+    weights to the device call by call."""
 
     arranged_on: frozenset[str] = frozenset({"cuda"})
-    """Types of device for which graphs of regions that it `arranges` take weights in channels_last."""
+    """Device types on which graphs take weights in channels_last, for regions that the host `arranges`."""
 
     def is_volatile(self, name: str) -> bool:
-        """Whether an attribute of a module is one that the host sets while it manages memory."""
+        """Whether the host sets this attribute of a module while it manages memory."""
         return name in self.volatile_attributes
 
     def arranges(self, region: nn.Module) -> bool:
-        """Whether the weights of a region's convolutions are arranged for as long as its model runs.
+        """Whether the weights of a region's convolutions are brought into channels_last while its model runs.
 
-        Their layout is then no part of what the region is.
+        Their layout is then not part of the region's fingerprint.
         """
         return False
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
-        """Return the attributes that decide what a layer of the host's own computes; None for any other module.
+        """Return the attributes that decide what one of the host's own layers computes; None for any other module.
 
-        The host marks its layers while it loads, casts and offloads them, and no list of such marks stays complete.
+        The host sets more attributes on its layers while it loads, casts and offloads them. A list of those to leave
+        out would not stay complete.
         """
         return None
 
@@ -73,51 +73,51 @@ class Host:
         return value
 
     def stand_in(self, name: str, strings: frozenset[str], hooks: str) -> Any:
-        """Return what a context argument is while a region is traced.
+        """Return the placeholder for a context argument while a region is traced.
 
-        `strings` are the string constants of the region's code: what keys it can possibly look up. `hooks` are as
-        the method of that name gave them, or from a file that need not be trusted. Raises what it likes.
+        `strings` are the string constants of the region's code, that is, the keys that it can look up. `hooks` come
+        from the method of that name, or from a file that need not be trusted. May raise any exception.
         """
         raise KeyError(name)
 
     def hooks(self, context: Mapping[str, Any], strings: frozenset[str]) -> str:
         """Return which patches of this call can be operators inside a graph, in a canonical form; empty if none.
 
-        Calls with other hooks have other graphs. What `reaches` names keeps the region eager anyhow.
+        Calls with different hooks need different graphs. A reason from `reaches` keeps the region eager in any case.
         """
         return ""
 
     def patch_call(self, context: Mapping[str, Any]) -> PatchCall:
-        """Return what calls this call's patches for those operators."""
+        """Return the function by which those operators call this call's patches."""
         raise KeyError("a host that names no hooks has no patches")
 
     def record_patches(self, context: Mapping[str, Any], hooks: str) -> RecordedPatches:
-        """Return what calls this call's patches for an eager region and then answers for them to its graph."""
+        """Return patches that run for an eager region, and then return the same results to its graph."""
         raise KeyError("a host that names no hooks has no patches")
 
     def leave_behind(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Leave in a call's context arguments what the region's own code would have left there."""
+        """Write to a call's context arguments what the region's own code would have written."""
 
     def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
-        """Return names of the functions behind the hooks; a graph is checked once with each."""
+        """Return the names of the functions behind the hooks. A graph is checked once with each function."""
         return frozenset()
 
     def adapt(self, twin: nn.Module) -> None:
-        """Change a skeleton before it is traced, where a part of it must not be traced through."""
+        """Change a skeleton before it is traced, if parts of it must not be traced through."""
 
     def reaches(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
 
     def unrepeatable(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
-        """Return why a recorded call of the network may not stand for one with these context arguments, or None.
+        """Return why a CUDA graph of the network must not replay a call with these context arguments, or None.
 
         `strings` are the string constants of the network's code.
         """
         return "a host that does not say what its calls depend on"
 
     def steps(self, context: Mapping[str, Any]) -> int:
-        """Return how many steps the sampling has that a call with these context arguments belongs to."""
+        """Return the number of steps of the sampling to which a call with these context arguments belongs."""
         return 0
 
     def hook_acts(self, hook: Callable) -> bool:
@@ -128,17 +128,17 @@ class Host:
         """Raise the host's own exception if the person asked to stop."""
 
     def is_cancellation(self, error: BaseException) -> bool:
-        """Whether an exception is what the host raises to cancel. Layers of a host may raise it, on any thread."""
+        """Whether the host raises this exception to cancel. A host's layers may raise it on any thread."""
         return False
 
     def give_back_cancellation(self) -> None:
-        """Let the person's cancellation, which was raised on a thread of ours, reach the prompt that it is for."""
+        """Return a cancellation that was raised on a thread of ours to the prompt that it is meant for."""
 
     def is_cancelled(self) -> bool:
-        """Whether a cancellation waits for its prompt."""
+        """Whether a cancellation is waiting for its prompt."""
         return False
 
     def module_is_clean(self, module: nn.Module) -> bool:
-        """Whether a module's `forward` is the one of its class."""
+        """Whether a module runs the `forward` of its class."""
         replaced = module.__dict__.get("forward")
         return replaced is None or getattr(replaced, "__func__", None) is type(module).forward

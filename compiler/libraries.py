@@ -1,7 +1,7 @@
-"""CUDA's libraries, made to load before anybody waits for them.
+"""CUDA warm-up: loads CUDA's libraries before anybody waits for them.
 
-cuBLAS, cuDNN and PyTorch's own kernels come into a process when they first compute: a third of a second in the first
-step after a start, graphs or not.
+cuBLAS, cuDNN and PyTorch's own kernels load when a process first uses them. Without a warm-up this takes a third of a
+second of the first step after a start, with or without graphs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .verify import disagreement
 log = logging.getLogger(__name__)
 
 TYPES = (torch.float16, torch.bfloat16)
-"""What diffusion models are run in on GPUs; each has kernels of its own."""
+"""The dtypes in which diffusion models run on GPUs. Each has its own kernels."""
 
 
 class Example(nn.Module):
-    """Some of everything that blocks are made of. Takes maps of eight channels."""
+    """One layer of each kind that blocks consist of."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
@@ -29,14 +29,16 @@ class Example(nn.Module):
         self.rows, self.linear = nn.LayerNorm(8, **options), nn.Linear(8, 16, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [batch, 8, height, width] to [batch, height * width, 16]."""
         x = x + self.conv(nn.functional.silu(self.norm(x)))
         return self.linear(self.rows(x.flatten(2).transpose(1, 2)))
 
 
 def load_libraries(device: torch.device) -> None:
-    """Compute a little of each kind on a CUDA device, and nothing on another one. What fails is left for later.
+    """Run a few small operations of each kind on a CUDA device; do nothing on any other.
 
-    Draws no random numbers: a sampler on another thread may be in the middle of its own.
+    A failure is only logged: the libraries then load when they are needed. Draws no random numbers, because a sampler
+    on another thread may be drawing its own.
     """
     if device.type != "cuda":
         return
@@ -44,8 +46,8 @@ def load_libraries(device: torch.device) -> None:
         with torch.inference_mode():
             for dtype in TYPES:
                 _compute(device, dtype)
-    except RuntimeError as error:  # a GPU without the type, or whose memory is full: nobody has asked for anything yet
-        log.debug("CUDA's libraries are loaded when they are needed: %s", error)
+    except RuntimeError as error:  # the GPU lacks the dtype or memory; nobody has asked for a result yet
+        log.debug("CUDA's libraries load when they are needed: %s", error)
 
 
 def _compute(device: torch.device, dtype: torch.dtype) -> None:

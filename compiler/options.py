@@ -1,8 +1,8 @@
-"""Options that a block is traced with, which note what its code asks them for and leaves in them.
+"""Options for tracing a block, which record what its code reads from them and writes to them.
 
 A host passes a dictionary of bookkeeping through its blocks: which block this is, the patches, whatever extensions
-add. It stays out of graphs. So a graph is right for a call only if nothing that the code read from the dictionary
-decided what was traced, and only if the call leaves behind what the code would have left there.
+add. The dictionary stays out of graphs. So a graph is right for a call only if nothing that the code read from the
+dictionary decided what was traced, and only if the call leaves there what the code would have left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ANY = "any option that the code does not name"
 class Unknown:
     """The value of an option that differs between the calls that one graph serves.
 
-    It can be handed on and taken apart. Code that does more with it depends on it, and cannot be traced.
+    Code may pass it on and index it. Code that does more depends on the value, and cannot be traced.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,7 +43,7 @@ class Unknown:
 
 
 class _AnyName(str):
-    """Stands for all the names that a call's options may have. Comparing it with a name asks for that name."""
+    """Stands for every name that a call's options may have. A comparison with a name counts as a read of that name."""
 
     __slots__ = ("_asked",)
 
@@ -70,25 +70,25 @@ class _AnyName(str):
 
 
 class TracedOptions(dict):
-    """Stands in for a call's options while a block is traced."""
+    """Takes the place of a call's options while a block is traced."""
 
     def __init__(self, values: Mapping[str, Any], unknown: Iterable[str] = ()) -> None:
-        """`values` are the same in every call that the graph serves; `unknown` are names that any call may have."""
-        told = {**{name: Unknown(f"the transformer option {name}") for name in unknown}, **values}
-        super().__init__(told)
+        """`values` are the same in every call that the graph serves; those of `unknown` names differ by call."""
+        entries = {**{name: Unknown(f"the transformer option {name}") for name in unknown}, **values}
+        super().__init__(entries)
         self.reads: set[str] = set()
-        """Names that the code asked for and that are not here: a call that has one is another call."""
-        self._before = told
+        """Names that the code read and that are absent here. A call that has one of them needs another graph."""
+        self._before = entries
 
     def writes(self) -> dict[str, Any]:
-        """Return what the code has put in. Raises Unsupported if it has taken something out."""
+        """Return what the code has added or changed. Raises Unsupported if it has removed an option."""
         if gone := self._before.keys() - dict.keys(self):
             raise Unsupported(f"a block that removes the transformer option {min(gone)}")
         missing = object()
         return {name: v for name, v in dict.items(self) if v is not self._before.get(name, missing)}
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  this is what it would call
+        return self[name] if name in self else default  # noqa: SIM401  `dict.get` would bypass these methods
 
     def __contains__(self, name: object) -> bool:
         self._ask(name)
@@ -119,7 +119,7 @@ class TracedOptions(dict):
         return [(name, self[name]) for name in self.keys()]
 
     def copy(self) -> TracedOptions:
-        """Return options of the block's own. What it asks of them, it asks of the call's."""
+        """Return a copy whose reads count as reads of the call's own options."""
         own = TracedOptions({})
         dict.update(own, dict.items(self))
         own.reads = self.reads
@@ -147,7 +147,7 @@ class TracedOptions(dict):
 
 
 class Patches(dict):
-    """Stands in for a table of patches by block. It is asked for a block that nobody knows yet."""
+    """Takes the place of a table of patches by block. `find` returns the patch for a block's key, or None."""
 
     def __init__(self, find: Callable[[Any], Any | None] = lambda key: None) -> None:
         super().__init__()
@@ -165,20 +165,20 @@ class Patches(dict):
 
 
 def encode_writes(writes: Mapping[str, Any], size: Callable[[int | torch.SymInt], int | str]) -> str:
-    """Return as JSON what a block leaves in its options, with sizes as expressions.
+    """Return what a block leaves in its options as JSON, with sizes as expressions.
 
-    `size` turns one into a number or an expression. Raises Unsupported for what is no plain value.
+    `size` turns a size into a number or an expression. Raises Unsupported for a value that is not plain.
     """
     return json.dumps({name: _encode(name, value, size) for name, value in writes.items()}) if writes else ""
 
 
 def decode_writes(text: str, symbols: Mapping[str, int]) -> dict[str, Any]:
-    """Return what to leave in a call's options. Raises ValueError or TypeError if the text makes no sense."""
+    """Return what to leave in a call's options. Raises ValueError or TypeError if the text is malformed."""
     return {str(name): _decode(value, symbols) for name, value in json.loads(text).items()} if text else {}
 
 
 def fresh(value: Any) -> Any:
-    """Return a value that its next owner may change."""
+    """Return a value that its next owner may change: a copy of a list or dictionary."""
     return copy.deepcopy(value) if type(value) in (list, dict) else value
 
 

@@ -1,8 +1,8 @@
 """Patch functions as opaque operators: a graph calls them where the block's own code would.
 
-A patch that acts inside a block keeps the block's graph from being used. Where it takes and gives tensors of
-known shapes, the block has another graph with an operator in its place, and the operator calls, each time,
-the function that the person has put there by then.
+A graph that was traced without a patch cannot serve a block inside which the patch acts. If the patch takes and
+returns tensors of known shapes, the block gets another graph with an operator in the patch's place. On each call
+the operator runs the patch function of that call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .options import Unknown
 from .signature import Unsupported
 
 PatchCall = Callable[..., torch.Tensor]
-"""Calls the patch for a hook: f(hook, constants, *tensors) -> tensor of the shape and dtype of the first."""
+"""Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
 
 
 class RecordedPatches(Protocol):
-    """A call's patches, called once for an eager region; a graph is then given what they returned."""
+    """A call's patches, which run once, for an eager region. A graph then gets the results that they returned."""
 
     error: str
-    """How what the graph gave to a patch differs from what the region gave; empty if it does not."""
+    """How the graph's arguments to a patch differ from the eager region's; empty if they agree."""
 
     @property
     def context(self) -> Mapping[str, Any]:
@@ -35,7 +35,7 @@ class RecordedPatches(Protocol):
         ...
 
     def hand_over(self) -> None:
-        """Leave in the call's own context what the region left in the one that it was given."""
+        """Copy what the region left in its context into the call's own context."""
         ...
 
     def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor: ...
@@ -48,11 +48,11 @@ _running = threading.local()
 
 
 class WrongOutput(Exception):
-    """A patch gave what a graph cannot take. The message is the reason a person is shown."""
+    """A patch returned what a graph cannot take. People are shown the message as the reason."""
 
 
 class PatchFailed(Exception):
-    """A patch raised `error` inside of a graph, which says nothing of the graph."""
+    """A patch raised `error` inside a graph. The graph itself is not at fault."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -63,7 +63,7 @@ class PatchFailed(Exception):
 def register_operators() -> None:
     """Define the operators of `torch.ops.compiled_graphs`, unless another copy of this package did.
 
-    Needed before a graph that uses them is traced, loaded or called.
+    Call this before a graph that uses them is traced, loaded or called.
     """
     if hasattr(torch.ops.compiled_graphs, "replacement_patch"):
         return
@@ -75,9 +75,9 @@ def register_operators() -> None:
 
 @contextmanager
 def calling(call: PatchCall) -> Iterator[None]:
-    """Let the operators of this thread call patches in this way. Raises PatchFailed, after the graph, if one raised.
+    """Have the operators of this thread call patches by `call`. Raises PatchFailed after the graph if a patch raised.
 
-    A compiled graph need not let an exception through as it was.
+    The exception is kept until then, because a compiled graph need not pass it on unchanged.
     """
     outer = getattr(_running, "state", None)
     _running.state = state = {"call": call, "error": None}
@@ -96,10 +96,10 @@ def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
         try:
             result = state["call"](hook, _decode(constants), *tensors)
             if (result.shape, result.dtype) == (expected.shape, expected.dtype):
-                # An operator's result is its own, and a patch may hand on what it was given.
-                theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-                own = result.clone() if result.untyped_storage().data_ptr() in theirs else result
-                return own.contiguous()
+                # An operator must return a new tensor, but a patch may return one that it was given.
+                inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+                output = result.clone() if result.untyped_storage().data_ptr() in inputs else result
+                return output.contiguous()
             raise WrongOutput(f"patch {hook} changes the shape or dtype")
         except BaseException as error:
             state["error"] = error
@@ -107,9 +107,10 @@ def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]:
-    """Return what takes a patch's place while a region is traced. `known` are options that every call has anew.
+    """Return the function that takes a patch's place while a region is traced.
 
-    Of the options that the block adds, plain values become part of the graph. Raises Unsupported for others.
+    `known` are the options that each call brings itself. The options that the block adds become constants of the
+    graph. Raises Unsupported if one of those is not a plain value.
     """
     register_operators()
 

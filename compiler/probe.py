@@ -1,7 +1,7 @@
-"""Which graphs a model wants, learned from two calls of different sizes.
+"""Finds the graphs that a model needs, and their dynamic dimensions, from two calls of different sizes.
 
-A size that differs between the calls is a symbol; one that does not is fixed. The calls run on fake
-tensors, so this takes seconds and no memory for any model, before it is loaded or sampled.
+A size that differs between the calls is a symbol; any other size is fixed. The calls run on fake tensors, so
+this takes seconds and no memory for any model, before it is loaded or sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .trace import Variant
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one probing call, in latent units."""
+    """The sizes of one probe's call, in latent units."""
 
     batch: int
     frames: int
@@ -36,15 +36,18 @@ class Sizes:
 
 FIRST = Sizes(batch=2, frames=3, height=40, width=56, tokens=11)
 SECOND = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
-"""Together these stay different from each other, at every halving down to an eighth, in every dimension."""
+"""Within each call all sizes differ, also when height and width are halved down to an eighth. Between the two calls
+every size differs."""
 
 ModelCall = Callable[[nn.Module, Sizes], object]
-"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if it has
-one, names those whose code it runs besides the model's."""
+"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if
+present, lists the classes whose code it runs besides the model's."""
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ObservedCall:
+    """One call of a region during a probe."""
+
     structure: Structure
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -54,7 +57,7 @@ class _Seen:
 def wanted_variants(
     model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall
 ) -> list[Variant]:
-    """Return one variant per distinct graph that the two calls would use. `regions` maps to fingerprints.
+    """Return one variant for each distinct graph that the two calls need. `regions` maps to fingerprints.
 
     Raises whatever the model raises under fake tensors; the caller then waits for a real call.
     """
@@ -72,29 +75,31 @@ def wanted_variants(
 
 def _observe(
     model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall, sizes: Sizes
-) -> dict[str, list[_Seen]]:
-    seen: dict[str, list[_Seen]] = {region.path: [] for region in regions}
+) -> dict[str, list[_ObservedCall]]:
+    seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
     results: dict[Hashable, Any] = {}
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        twin = skeleton(model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device))
+        weightless = skeleton(
+            model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        )
         for region, fingerprint in regions.items():
-            block = twin.get_submodule(region.path)
-            block.forward = partial(_watched, block, fingerprint, host, seen[region.path], results)
-        call(twin, sizes)
+            block = weightless.get_submodule(region.path)
+            block.forward = partial(_observed_forward, block, fingerprint, host, seen[region.path], results)
+        call(weightless, sizes)
     return seen
 
 
-def _watched(
+def _observed_forward(
     block: nn.Module,
     fingerprint: str,
     host: Host,
-    seen: list[_Seen],
+    seen: list[_ObservedCall],
     results: dict[Hashable, Any],
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Note a region's call and run it, unless an equal region has had an equal one: only sizes are asked for."""
+    """Record a region's call, and run it unless an equal region had an equal call: only the sizes matter."""
     run = partial(type(block).forward, block, *args, **kwargs)
     try:
         call = bind(type(block), args, kwargs, host.context_arguments)
@@ -105,22 +110,22 @@ def _watched(
         return run()
     layouts = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
     shapes, _, dtypes, devices = zip(*layouts, strict=True)
-    seen.append(_Seen(structure, shapes, dtypes, devices[0]))
+    seen.append(_ObservedCall(structure, shapes, dtypes, devices[0]))
     known = (fingerprint, structure.text, layouts)
     if known not in results:
         result = run()
-        if not structure.is_intact(call.arguments, tensors):  # what writes to lists has to run each time
+        if not structure.is_intact(call.arguments, tensors):  # a block that writes to lists must run each time
             return result
         results[known] = result
-    return pytree.tree_map_only(torch.Tensor, _like, results[known])
+    return pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _variant(region: Region, fingerprint: str, one: _Seen, other: _Seen) -> Variant | None:
-    """Return the graph that serves both calls, or None if their sizes cannot be told apart."""
+def _variant(region: Region, fingerprint: str, one: _ObservedCall, other: _ObservedCall) -> Variant | None:
+    """Return the request for a graph that serves both calls, or None if their sizes cannot be told apart."""
     symbolic = tuple(
         tuple(a != b for a, b in zip(shape, changed, strict=True))
         for shape, changed in zip(one.shapes, other.shapes, strict=True)
@@ -140,8 +145,8 @@ def _variant(region: Region, fingerprint: str, one: _Seen, other: _Seen) -> Vari
     )
 
 
-def _hints_are_safe(hints: _Seen, one: _Seen, other: _Seen) -> bool:
-    """Whether no two symbols share a size by chance, and none is 0 or 1, in the call chosen as example."""
+def _hints_are_safe(hints: _ObservedCall, one: _ObservedCall, other: _ObservedCall) -> bool:
+    """Whether, in the call chosen as the example, no two symbols share a size by chance and none is 0 or 1."""
     pairs = {
         (a, b)
         for shape, changed in zip(one.shapes, other.shapes, strict=True)

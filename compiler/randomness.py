@@ -1,4 +1,4 @@
-"""Random numbers that our own work must not draw: a person's seed is for the person's image."""
+"""Keeps our own work from advancing the random number generators, whose seeds are for the user's image."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Give the generators of Python, numpy and torch back the states that they had.
+    """Restore the states of the generators of Python, numpy and torch at the end.
 
-    Code of blocks and of extensions that is run ahead of its time may draw from any of them.
+    Code of blocks and of extensions may draw from any of them when it runs ahead of time.
     """
     python, on_cpu = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")

@@ -15,15 +15,15 @@ from torch import nn
 
 LISTED = frozenset(
     {
-        # ComfyUI's UNetModel keeps unlike layers in one container and passes options between them, so the
-        # containers that its ModuleLists repeat are no regions; their layers are.
+        # ComfyUI's UNetModel keeps different layers in one container and passes options between them. So its layers
+        # are regions, and the containers that its ModuleLists repeat are not.
         "comfy.ldm.modules.diffusionmodules.openaimodel.ResBlock",
         "comfy.ldm.modules.attention.SpatialTransformer",
-        # Repeated in every released model; listed so that a model with a single block compiles as well.
+        # Every released model repeats these. They are listed so that a model with a single block compiles as well.
         "comfy.ldm.modules.diffusionmodules.mmdit.JointBlock",
         "comfy.ldm.flux.layers.DoubleStreamBlock",
         "comfy.ldm.flux.layers.SingleStreamBlock",
-        # Halves of a VAE: one graph frees each feature map as soon as it is used, blocks hand each other copies.
+        # The halves of a VAE. One graph frees each feature map after its last use; separate blocks would pass copies.
         "comfy.ldm.modules.diffusionmodules.model.Decoder",
         "comfy.ldm.modules.diffusionmodules.model.Encoder",
         # TAESD stacks these in a Sequential.
@@ -40,7 +40,7 @@ LISTED = frozenset(
         "diffusers.models.autoencoders.autoencoder_kl_temporal_decoder.TemporalDecoder",
     }
 )
-"""Classes that are regions wherever they stand, by qualified name; subclasses count."""
+"""Qualified names of the classes that are regions wherever they stand, as are their subclasses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +53,16 @@ class Region:
 
     @property
     def label(self) -> str:
-        """What a person is shown: the class and the place."""
+        """The class and the place, as people are shown them."""
         name = type(self.module).__name__
         return f"{name} ({self.path})" if self.path else name
 
 
 def find_regions(model: nn.Module) -> list[Region]:
-    """Return the regions of a model, in the order of its modules. Regions never nest, nor lie in what torch compiled.
+    """Return the regions of a model, in the order of its modules.
 
-    Listed classes come first. Elsewhere the rule is: a class with children of its own that stands at
-    least twice in one ModuleList is a region.
+    Regions never nest, and never lie in a module that torch.compile runs. Listed classes are always regions. Any
+    other class is a region if it has children and stands at least twice in one ModuleList.
     """
     return list(_walk(model, "", repeated=False))
 
@@ -92,7 +92,7 @@ def _repeated_blocks(module: nn.Module) -> set[type]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """A container has no forward of its own to compile, a leaf nothing to fuse."""
+    """Whether a module can be a region: a container has no forward to compile, and a leaf has nothing to fuse."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.children())
 
 

@@ -1,7 +1,7 @@
-"""When a network is looked at again: once per sampling, where the host says when one begins.
+"""When a network is checked for changes: once per sampling, if the host says when a sampling begins.
 
-Between two steps of a sampling nobody changes a network but those who change it in each step, and a look takes
-milliseconds. Where nobody says when a sampling begins, every call is looked at.
+Between two steps of a sampling only code that acts in each step changes a network, and a check takes milliseconds.
+If the host does not say when a sampling begins, every call is checked.
 """
 
 from __future__ import annotations
@@ -12,66 +12,73 @@ from typing import Any, Protocol
 
 
 class Sampling(Protocol):
-    """Whether the running call belongs to a sampling whose network was looked at."""
+    """Tells whether the running call belongs to a sampling whose network was checked already."""
 
-    def is_known(self) -> bool: ...
+    def is_known(self) -> bool:
+        """Return whether the network was checked in the running call's sampling. Ask once for each call."""
+        ...
 
     def note(self) -> None:
-        """Note that the network has been looked at."""
+        """Record that the network was checked."""
         ...
 
 
 class EachCall:
-    """For calls that nobody counts, such as a VAE's."""
+    """For calls that belong to no sampling, such as a VAE's: each is checked."""
 
     def is_known(self) -> bool:
+        """Return False: each call is checked."""
         return False
 
     def note(self) -> None:
-        """Nothing is known of the next call."""
+        """Do nothing: a check says nothing about the next call."""
 
 
 class Announced:
-    """For a host that says when a sampling begins and ends. A call outside of one is looked at."""
+    """For a host that says when a sampling begins and ends. A call outside a sampling is checked."""
 
     def __init__(self) -> None:
-        self._runs = self._noted = False
+        self._is_running = self._checked = False
 
     def begin(self) -> None:
-        """A sampling begins."""
-        self._runs, self._noted = True, False
+        """Say that a sampling begins."""
+        self._is_running, self._checked = True, False
 
     def end(self) -> None:
-        """It is over."""
-        self._runs = self._noted = False
+        """Say that the sampling is over."""
+        self._is_running = self._checked = False
 
     def is_known(self) -> bool:
-        return self._runs and self._noted
+        """Return whether the network was checked since the sampling began."""
+        return self._is_running and self._checked
 
     def note(self) -> None:
-        self._noted = self._runs
+        """Record that the network was checked, if a sampling is running."""
+        self._checked = self._is_running
 
 
 class Scheduled:
-    """For pipelines: each sets a new schedule of timesteps when it begins, and calls the network once a step.
+    """For pipelines: each sets a new schedule of timesteps when it begins, and calls the network once per step.
 
-    A schedule that is used again, by a loop of somebody's own, is good for as many calls as it has steps.
+    A user's own loop may use a schedule again. So one check covers only as many calls as the schedule has steps.
     """
 
     def __init__(self, schedules: Callable[[], list[Any]]) -> None:
-        """`schedules` returns the tensors of timesteps of all pipelines that the network is part of."""
+        """`schedules` returns the timestep tensors of all pipelines that contain the network."""
         self._schedules = schedules
-        self._noted: list[weakref.ref] = []
-        self._left = 0
+        self._checked: list[weakref.ref] = []
+        self._calls_left = 0
 
     def is_known(self) -> bool:
-        self._left -= 1
-        if self._left < 0:
+        """Return whether the present schedules were checked and have a step left for this call."""
+        self._calls_left -= 1
+        if self._calls_left < 0:
             return False
         schedules = self._schedules()
-        return len(schedules) == len(self._noted) and all(r() is s for r, s in zip(self._noted, schedules))
+        return len(schedules) == len(self._checked) and all(r() is s for r, s in zip(self._checked, schedules))
 
     def note(self) -> None:
+        """Record that the network was checked under the present schedules."""
         schedules = self._schedules()
-        self._noted = [weakref.ref(schedule) for schedule in schedules]
-        self._left = min(map(len, schedules), default=1) - 1
+        self._checked = [weakref.ref(schedule) for schedule in schedules]
+        self._calls_left = min(map(len, schedules), default=1) - 1

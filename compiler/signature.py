@@ -1,7 +1,7 @@
-"""The structure of a call, and the key of a graph.
+"""The call signature (here `Structure`), and the cache key of a graph.
 
-A call's structure is what may choose a different graph: which inputs are there, their ranks, dtypes and
-devices, and every argument that is not a tensor. Sizes are not part of it: they are symbols of one graph.
+A call's structure holds everything that can require another graph: which inputs are present, their ranks, dtypes
+and devices, and every argument that is not a tensor. Sizes are not part of it: they are dynamic dimensions of a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""The exact types a graph takes; a subclass (quantised, wrapped, fake) may compute something else."""
+"""The exact types that a graph takes. A subclass (quantised, wrapped, fake) may compute something else."""
 
 _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     type(None): (lambda value: value, lambda value: None),
@@ -32,11 +32,11 @@ _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.memory_format: (str, lambda text: _torch_constant(text, torch.memory_format)),
 }
 STATIC_TYPES = tuple(_STATICS)
-"""What an argument that is no tensor may be: a value that a key can hold. Written to JSON and read from it."""
+"""Types of arguments, besides tensors, that a cache key can hold: they can be written to JSON and read back."""
 
 
 class Unsupported(Exception):
-    """A call or region that no graph can serve; the message is the reason a person is shown."""
+    """A call or region that no graph can serve. People are shown the message as the reason."""
 
 
 @dataclass(frozen=True)
@@ -44,32 +44,33 @@ class Call:
     """One call of a region, bound to the parameters of its `forward`."""
 
     arguments: Mapping[str, Any]
-    """Every parameter by name, in the order of the signature, defaults included, context arguments left out."""
+    """Every parameter by name, in the order of the signature, with defaults and without context arguments."""
     context: Mapping[str, Any]
-    """The host's bookkeeping by parameter name."""
+    """The host's bookkeeping, by parameter name."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What of a call, sizes aside, decides which graph serves it."""
+    """Everything about a call, except sizes, that decides which graph serves it: the call signature."""
 
     text: str
-    """Canonical form; equal texts mean that one graph can serve both calls."""
+    """The canonical form. One graph can serve two calls with equal texts."""
     spec: pytree.TreeSpec
+    """The arguments' nesting."""
     leaves: tuple[Any, ...]
-    """Flattened arguments: `TENSOR` where a tensor goes, else the value itself."""
+    """The flattened arguments: `TENSOR` in place of each tensor, else the value itself."""
     context: tuple[str, ...]
-    """Names of the context arguments that were passed along."""
+    """Names of the context arguments that were passed."""
     hooks: str = ""
-    """Which of the host's patches act inside of the region, as operators of its graph."""
+    """Which of the host's patches act inside the region, as operators of its graph."""
 
     def has_tensors_of(self, other: Structure) -> bool:
-        """Whether a call has its tensors in the same places, of the same ranks, dtypes and devices."""
+        """Whether another call has its tensors in the same places, with the same ranks, dtypes and devices."""
         one, another = (_tensor_places(json.loads(structure.text)[0]) for structure in (self, other))
         return one == another
 
     def fill(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
-        """Return the arguments with these tensors in the places of the call's own."""
+        """Return the arguments with these tensors in place of the call's own."""
         return pytree.tree_unflatten(self.flat(tensors), self.spec)
 
     def flat(self, tensors: list[torch.Tensor]) -> list[Any]:
@@ -78,9 +79,9 @@ class Structure:
         return [next(supply) if leaf is TENSOR else leaf for leaf in self.leaves]
 
     def is_intact(self, arguments: Mapping[str, Any], tensors: list[torch.Tensor]) -> bool:
-        """Whether a call has left its arguments as they were, with these tensors in place.
+        """Whether a call has left its arguments unchanged. `tensors` are those that it was given.
 
-        Video VAEs keep frames in lists that their blocks write to.
+        Blocks of video VAEs write frames to lists that they are given.
         """
         leaves, spec = pytree.tree_flatten(dict(arguments))
         return spec == self.spec and all(one is was for one, was in zip(leaves, self.flat(tensors), strict=True))
@@ -96,13 +97,13 @@ TENSOR = _Tensor()
 
 @lru_cache(maxsize=1024)
 def forward_signature(cls: type) -> inspect.Signature:
-    """Return the signature of a module class's `forward`, without self."""
+    """Return the signature of a module class's `forward`, without `self`."""
     signature = inspect.signature(cls.forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: frozenset[str]) -> Call:
-    """Bind a call to the names of `forward`, so that positional and keyword calls are one structure.
+    """Bind a call to the parameter names of `forward`, so that positional and keyword calls have one structure.
 
     Raises Unsupported if the arguments do not fit the signature.
     """
@@ -121,9 +122,9 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a hashable that is equal for arguments alike down to sizes and strides, and collect the tensors.
+    """Return a hashable that is equal for arguments that agree down to sizes and strides. Appends to `tensors`.
 
-    Raises Unsupported at a value that no key can hold.
+    Raises Unsupported for a value that no key can hold.
     """
     kind = type(value)
     if kind in TENSOR_TYPES:
@@ -135,13 +136,13 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
     if isinstance(value, torch.Tensor):
         raise Unsupported(f"a tensor of type {kind.__name__}")
-    if kind not in STATIC_TYPES:  # a subclass may be looked at as one
+    if kind not in STATIC_TYPES:  # a subclass may mean something else
         raise Unsupported(f"an argument of type {kind.__name__}")
     return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
 
 
 def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
-    """Call the `forward` of a module's class with arguments and context as `bind` gave them."""
+    """Call the `forward` of a module's class with the arguments and the context that `bind` returned."""
     signature = forward_signature(type(module))
     ordered = {name: context.get(name, arguments.get(name)) for name in signature.parameters}
     if rest := _rest_name(type(module)):
@@ -160,7 +161,8 @@ def _rest_name(cls: type) -> str | None:
 def read(call: Call, fake: bool = False, hooks: str = "") -> tuple[Structure, list[torch.Tensor]]:
     """Return a call's structure and its tensors in order.
 
-    `fake` admits the fake tensors of a probe; `hooks` are the host's. Raises Unsupported on what no graph can take.
+    `fake` allows the fake tensors of a probe, and `hooks` come from `Host.hooks`. Raises Unsupported for an argument
+    that no graph can take.
     """
     leaves, spec = pytree.tree_flatten(dict(call.arguments))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -178,7 +180,7 @@ def read(call: Call, fake: bool = False, hooks: str = "") -> tuple[Structure, li
 def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
     """Return the structure that a text describes, and the rank and dtype of each tensor. Executes nothing.
 
-    Raises ValueError if the text is not of `read`'s making, or holds a container that only Python can make.
+    Raises ValueError if `read` cannot have made the text, or if it holds a container that JSON cannot rebuild.
     """
     try:
         outline, context, *hooks = json.loads(text)
@@ -190,7 +192,7 @@ def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
 
 
 def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
-    """Return the outlines of a call's tensors by where they are in its arguments."""
+    """Return the outlines of a call's tensors by their places in its arguments."""
     kind, content = outline[0], outline[1]
     if kind == "tensor":
         return {place: tuple(outline)}
@@ -201,7 +203,7 @@ def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
 
 
 def _outline(value: Any) -> list:
-    """Return a value as JSON: its type, and what is in it."""
+    """Return a value as JSON: its type and its content."""
     if isinstance(value, torch.Tensor):
         return ["tensor", value.ndim, str(value.dtype), str(value.device)]
     if type(value) in STATIC_TYPES:
@@ -232,7 +234,7 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
 def _torch_constant(text: str, kind: type) -> Any:
     value = getattr(torch, text.removeprefix("torch."))
     if not isinstance(value, kind):
-        raise TypeError(f"{text} is no {kind.__name__}")
+        raise TypeError(f"{text} is not a {kind.__name__}")
     return value
 
 
@@ -242,10 +244,10 @@ def graph_key(
     sizes: list[list[int | str]],
     environment: Mapping[str, str],
 ) -> str:
-    """Return the key of a graph, a hex digest that names it on any machine and any day.
+    """Return the cache key of a graph: a hex digest that is the same on every machine and every day.
 
-    `sizes` holds each input tensor's sizes, as `Variant.sizes` gives them.
-    `environment` names the backend and everything outside the region that its output depends on.
+    `sizes` holds each input tensor's sizes, as `Variant.sizes` returns them.
+    `environment` names the backend and everything outside the region that the compiled graph depends on.
     """
     record = [fingerprint, structure.text, sizes, dict(environment)]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

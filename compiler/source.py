@@ -19,7 +19,7 @@ import torch
 from .source_text import running_source
 
 CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
-"""Methods that have run before a block is described: what they leave behind is in its attributes."""
+"""Methods that ran before a block is described. The block's attributes hold what they left behind."""
 
 _CHANGING = frozenset(
     {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove"}
@@ -28,45 +28,49 @@ _CHANGING = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """What is read off a class or function. Comments, docstrings and constructors are left out."""
+    """The facts that are read from a class or function, without comments, docstrings and constructors."""
 
     text: str
     names: tuple[tuple[str, ...], ...] = ()
-    """Dotted names, part by part."""
+    """The dotted names that the code reads, each split into its parts."""
     bound: frozenset[str] = field(default=frozenset())
-    """Names that it assigns: if they are no globals, they are its own."""
+    """Names that the code assigns. They are local, unless a global has the name."""
     changed: frozenset[tuple[str, ...]] = field(default=frozenset())
-    """Dotted names whose content it changes: as globals they are its memory, and no settings."""
+    """Dotted names whose content the code changes. A global among them is memory, not a setting."""
     attributes: frozenset[str] = field(default=frozenset())
-    """Names of attributes that it reads, of whatever."""
+    """Names of attributes that the code reads, on any object."""
     strings: frozenset[str] = field(default=frozenset())
-    """String constants: a key that is not among them cannot be looked up by a constant."""
+    """String constants of the code. The code cannot look up another key by a constant."""
 
     @cached_property
     def digest(self) -> str:
+        """The text's hash, in hex."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def qualified_name(item: Any) -> str:
-    """Return a class's or function's name. ComfyUI names an extension's modules by the folder they lie in."""
+    """Return a class's or function's name, without the module's if that is a folder.
+
+    ComfyUI names an extension's modules by their folder, which differs between installations.
+    """
     module = item.__module__ or "builtins"
     return item.__qualname__ if "/" in module or "\\" in module else f"{module}.{item.__qualname__}"
 
 
 def read_source(item: Any) -> Source:
-    """Read a class or function as it runs; one whose source is not to be had is its bytecode."""
+    """Read a class or function as it runs: from its source, or from its bytecode if no source is available."""
     return _read_source(item, tuple(code for _, code in codes_of(item)))
 
 
 def codes_of(item: Any) -> list[tuple[str, types.CodeType]]:
-    """Return the code of a function, or of what a class has defined or been given, by name."""
+    """Return the code of a function, or of all functions in a class's dictionary, each with its name."""
     if isinstance(item, types.FunctionType):
         return [(item.__name__, item.__code__)]
     return [(name, function.__code__) for name, value in vars(item).items() for function in functions_in(value)]
 
 
 def functions_in(value: Any) -> list[types.FunctionType]:
-    """Return the functions that an entry of a class is made of."""
+    """Return the functions that an entry of a class's dictionary consists of."""
     if isinstance(value, types.FunctionType):
         return [value]
     parts = [getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel", "func")]
@@ -75,7 +79,7 @@ def functions_in(value: Any) -> list[types.FunctionType]:
 
 @lru_cache(maxsize=4096)
 def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
-    """`codes` are the item's: with other code it is another one."""
+    """Read an item. `codes` are part of the cache key: an item that was given other code is read again."""
     title = qualified_name(item)
     try:
         tree = ast.parse(textwrap.dedent(running_source(item)))
@@ -87,7 +91,7 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     nodes = list(ast.walk(tree))
-    # The text of a lambda is its whole line, on which there may be others.
+    # A lambda's text is its whole line, which may hold other lambdas too.
     code = _bytecode(item.__code__) if getattr(item, "__name__", "") == "<lambda>" else ""
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     return Source(
@@ -101,18 +105,18 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
 
 
 def is_native(cls: type, name: str, function: Any) -> bool:
-    """Whether a function of a class is the one that the class's own statement defined under this name."""
+    """Whether the class's own statement defined this function under this name."""
     return (
         isinstance(function, types.FunctionType)
         and function.__globals__.get("__name__") == cls.__module__
         and function.__qualname__ == f"{cls.__qualname__}.{function.__code__.co_name}"
-        and name.endswith(function.__code__.co_name)  # a private name has the class's before it
+        and name.endswith(function.__code__.co_name)  # Python prefixes a private name with the class's
     )
 
 
 def knows_name(owner: Any, name: str) -> bool:
-    """Whether the library that a class or module is of has a use for a name there, whoever put what is there now."""
-    if name.startswith("__") and name.endswith("__"):  # Python itself calls those
+    """Whether the library that owns a class or module uses this name there, whoever put the present value there."""
+    if name.startswith("__") and name.endswith("__"):  # Python itself calls special methods
         return True
     bases = owner.__mro__[1:] if isinstance(owner, type) else (torch._C._VariableFunctions,)
     module = owner.__module__ if isinstance(owner, type) else owner.__name__
@@ -124,7 +128,7 @@ def knows_name(owner: Any, name: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _words(module: str) -> frozenset[str] | None:
-    """Return every word in the source of a module, or None if it is not to be had."""
+    """Return every word in the source of a module, or None if the source is not available."""
     try:
         return frozenset(re.findall(r"\w+", inspect.getsource(sys.modules[module])))
     except (KeyError, OSError, TypeError):

@@ -1,10 +1,10 @@
-"""The text of the code that runs, which need not be what lies on disk by now.
+"""The source text of running code, which need not be the text on disk.
 
-Python keeps no text of what it has imported; reading a file later gives what an update has left there. So the file is
-compiled again, in milliseconds, and what runs is looked up in it: a text stands for running code only if it gives the
-same bytecode, constants and names, line numbers aside. What bytecode does not show (a class's constants and a
-function's defaults are values by then) is compared with the values, and the rest of a file, such as decorators, with
-the bytecode that Python cached when it imported it.
+Python keeps no text of the modules that it imports, and an update may have changed a file since. So the file is
+compiled again, which takes milliseconds, and the running code is looked up in the result. A text stands for running
+code only if it gives the same bytecode, constants and names; line numbers do not count. Bytecode does not show a
+class's constants and a function's defaults, which are values by then: those are compared with the values. The rest
+of a file, such as its decorators, is compared with the bytecode that Python cached when it imported the file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any
 from .files import read_bounded
 
 MAX_SOURCE = 2**24
-"""Bytes of a file."""
+"""Limit of a source file, in bytes."""
 _CONSTANTS = (bool, int, float, complex, str, bytes, tuple, type(None))
 _PYC_HEADER = 16
-"""Bytes: magic number, flags, the source's time and size."""
+"""Bytes of a header in a bytecode file: magic number, flags, the source's time and size."""
 
 
 def running_source(item: type | types.FunctionType) -> str:
-    """Return the lines, as they are indented, of a class or function that runs, its decorators included.
+    """Return the source lines of a running class or function, indented as in the file, with its decorators.
 
-    Raises OSError if there is no text, or if the file has changed since the code in it was imported.
+    Raises OSError if there is no text, or if the file has changed since its code was imported.
     """
     if isinstance(item, types.FunctionType):
         return _function_source(item, item.__code__.co_filename)
@@ -50,7 +50,7 @@ class _Class:
 
     line: int
     codes: frozenset[types.CodeType]
-    """Of what is defined directly in it, bare."""
+    """The bare code (see `_bare`) of the functions defined directly in the class."""
     methods: frozenset[str]
 
 
@@ -58,9 +58,9 @@ class _Class:
 class _File:
     lines: list[str]
     codes: Mapping[types.CodeType, list[int]]
-    """First lines by bare code."""
+    """The first lines of functions, by bare code (see `_bare`)."""
     classes: Mapping[str, list[_Class]]
-    """By qualified name."""
+    """Class statements by qualified name."""
 
 
 def _function_source(function: types.FunctionType, path: str) -> str:
@@ -88,33 +88,33 @@ def _class_source(cls: type) -> str:
 
 
 def _methods_agree(found: _Class, cls: type, own: list[types.FunctionType]) -> bool:
-    if found.methods and not own:  # a class in C, of which the file has a form in Python
+    if found.methods and not own:  # the class is in C, and the file holds its form in Python
         return False
     codes = {_bare(function.__code__) for function in own}
     return codes <= found.codes and all(_mangled(name, cls) in vars(cls) for name in found.methods)
 
 
 def _changed(path: str, item: Any) -> OSError:
-    return OSError(f"{item.__qualname__} runs as it was imported, and {path} does not hold it any more")
+    return OSError(f"{item.__qualname__} runs as it was imported, but {path} has changed since")
 
 
 def _class_file(cls: type) -> str:
-    """Return where a class was written: where its methods were, but for those that a decorator has generated."""
+    """Return the file that a class was written in: that of its methods, except those that a decorator generated."""
     paths = [function.__code__.co_filename for function in _own_functions(cls)]
     written = [path for path in paths if not path.startswith("<")]
     try:
         return written[0] if written else inspect.getsourcefile(cls) or ""
     except TypeError as error:
         if paths:
-            return paths[0]  # a cell of a notebook, or what somebody typed
+            return paths[0]  # a cell of a notebook, or typed code
         raise OSError(str(error)) from None
 
 
 def _file(path: str, namespace: Mapping[str, Any]) -> _File:
-    """Return a file as it is now. Raises OSError if it is not what was imported, as far as the whole file tells."""
+    """Return a file as it is now. Raises OSError if the file as a whole shows that it is not what was imported."""
     try:
         status = os.stat(path)
-    except OSError:  # a cell of a notebook, or a module in an archive: whoever runs those keeps their text
+    except OSError:  # a cell of a notebook or a module in an archive, whose text its runner keeps
         text = "".join(linecache.getlines(path, dict(namespace)))
         if not text:
             raise
@@ -127,7 +127,7 @@ def _on_disk(path: str, written: int, size: int, number: int) -> _File:
     try:
         text = importlib.util.decode_source(read_bounded(Path(path), MAX_SOURCE))
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise OSError(f"{path} is no Python ({error})") from None
+        raise OSError(f"{path} is not Python ({error})") from None
     code = _compiled(text, path)
     cached = _cached(path, written, size)
     if cached is not None and _bare(cached) != _bare(code):
@@ -139,11 +139,14 @@ def _compiled(text: str, path: str) -> types.CodeType:
     try:
         return compile(text, path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise OSError(f"{path} is no Python ({error})") from None
+        raise OSError(f"{path} is not Python ({error})") from None
 
 
 def _cached(path: str, written: int, size: int) -> types.CodeType | None:
-    """Return the bytecode that Python keeps of an earlier state of a file, or None if it keeps none or this state's."""
+    """Return the bytecode that Python cached of an earlier state of a file.
+
+    Returns None if there is none, or if it is of the present state.
+    """
     try:
         data = read_bounded(Path(importlib.util.cache_from_source(path)), MAX_SOURCE)
         magic, flags, *state = data[:4], *(int.from_bytes(data[i : i + 4], "little") for i in range(4, _PYC_HEADER, 4))
@@ -183,16 +186,17 @@ def _is_function(code: types.CodeType) -> bool:
 
 @lru_cache(maxsize=2**15)
 def _bare(code: types.CodeType) -> types.CodeType:
-    """Return code without where it lies, which an edit elsewhere in its file changes."""
+    """Return code without its file and line numbers, which an edit elsewhere in the file changes."""
     consts = tuple(_bare(each) if isinstance(each, types.CodeType) else each for each in code.co_consts)
     return code.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=consts)
 
 
 def _block(file: _File, line: int) -> tuple[str, ast.stmt]:
-    """Return the text of the class, function or lambda that begins in a line, and what it parses to.
+    """Return the text of the class, function or lambda that begins in a line, and its syntax tree.
 
-    It ends before a line that is indented no further, unless that is within brackets or a text: then what came before
-    does not parse. Python's tokenizer, which `inspect` asks, takes several times as long.
+    The text ends before a line that is indented no further. If that line is within brackets or a string, the text
+    before it does not parse, and the next such line is tried. Python's tokenizer, which `inspect` uses, takes several
+    times as long.
     """
     lines = file.lines[line - 1 :]
     margin = _margin(lines[0])
@@ -202,7 +206,7 @@ def _block(file: _File, line: int) -> tuple[str, ast.stmt]:
             node = ast.parse(head + "".join(lines[:end])).body[0]
             node = node.body[0] if margin else node
             return "".join(lines[: node.end_lineno - bool(margin)]), node
-    raise OSError("a text that does not parse")
+    raise OSError("the text does not parse")
 
 
 def _ends(lines: list[str], margin: int) -> Iterator[int]:
@@ -217,7 +221,7 @@ def _margin(line: str) -> int:
 
 
 def _own_functions(cls: type) -> Iterator[types.FunctionType]:
-    """Yield the functions that a class's own statement defined, also those that a decorator has wrapped."""
+    """Yield the functions that a class's own statement defined, including those that a decorator has wrapped."""
     for value in vars(cls).values():
         for function in _functions(value):
             if function.__qualname__ == f"{cls.__qualname__}.{function.__code__.co_name}":
@@ -253,7 +257,7 @@ def _constants_agree(statement: ast.ClassDef, cls: type, own: list[types.Functio
 
 
 def _bases_agree(statement: ast.ClassDef, cls: type, namespace: Mapping[str, Any]) -> bool:
-    """Whether a class has the bases that its statement names, as far as their names say something here."""
+    """Whether a class has the bases that its statement names, as far as those names can be resolved."""
     resolved = [_resolved(base, namespace) for base in statement.bases]
     named = [base if isinstance(base, type) else None for base in resolved]  # NamedTuple is a function
     known = (*cls.__mro__, *vars(cls).get("__orig_bases__", ()))
@@ -288,7 +292,7 @@ def _arguments_agree(arguments: ast.arguments, function: types.FunctionType) -> 
 
 
 def _agrees(node: ast.expr | None, value: Any) -> bool:
-    """Whether an expression can have given a value: a constant only its own."""
+    """Whether an expression can have this value. A constant has only its own."""
     if node is None or type(value) not in _CONSTANTS:
         return True
     try:

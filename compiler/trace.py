@@ -1,8 +1,7 @@
-"""From a region to an exported graph: weights lifted to inputs, sizes symbolic.
+"""Exports a region as a graph whose weights are inputs and whose sizes are symbolic.
 
-The graph is a program of aten operators over (weights, inputs) that any backend can compile. What it may
-be called with is read off the trace into a GraphSpec, so that a call outside of it is refused rather
-than computed wrongly.
+The graph is a program of aten operators over (weights, inputs) that any backend can compile. The GraphSpec holds
+what the trace says about valid calls, so that any other call is refused rather than computed wrongly.
 """
 
 from __future__ import annotations
@@ -35,69 +34,71 @@ from .skeleton import skeleton, tensor_slots
 log = logging.getLogger(__name__)
 
 MAX_ELEMENTS = 2**31 - 1
+"""Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
 MAX_HINT = 2**20
-"""Bound for example sizes that come from a file."""
+"""Upper bound for example sizes that come from a file."""
 MAX_STRUCTURE = 2**18
-"""Characters of a call's structure that comes from a file."""
+"""Limit of characters in a call's structure that comes from a file."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One graph that is wanted: a region, a call structure, and which sizes are symbols."""
+    """A request for one graph: a region, a call structure, and which sizes are symbols."""
 
     region: str
-    """What a person is shown."""
+    """The name that people are shown."""
     module: nn.Module
-    """Any region of this kind; only its shape is looked at."""
+    """Any region of this kind. Only its code, settings and shapes matter, not its values."""
     fingerprint: str
     structure: Structure
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
     hints: tuple[tuple[int, ...], ...]
-    """Example shapes. Sizes that are different symbols differ, and none is 0 or 1: tracing takes equal
-    sizes for one symbol and small ones for constants."""
+    """Example shapes. Sizes of different symbols differ, and none is 0 or 1: tracing takes equal
+    sizes for one symbol, and 0 and 1 for constants."""
     symbolic: tuple[tuple[bool, ...], ...]
+    """For each size of each input, whether it is a symbol (a dynamic dimension)."""
 
     @property
     def sizes(self) -> list[list[int | str]]:
-        """Sizes per input as a key has them: a number, or "s" and the hint of a symbol, on which tracing can depend."""
+        """Each input's sizes as a key holds them: a number, or "s" and a symbol's hint. Tracing can depend on hints."""
         return [
             [f"s{size}" if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
             for shape, symbols in zip(self.hints, self.symbolic, strict=True)
         ]
 
     def without_module(self) -> Variant:
-        """Return what can be remembered without keeping a model alive."""
+        """Return a copy that keeps no model alive."""
         return replace(self, module=nn.Module())
 
     def with_structure(self, structure: Structure) -> Variant | None:
-        """Return the graph for a call with other arguments that are no tensors, or None if its tensors differ too."""
+        """Return the request for a call whose other arguments differ, or None if its tensors differ as well."""
         return replace(self, structure=structure) if structure.has_tensors_of(self.structure) else None
 
     @classmethod
     def like(cls, identity: GraphIdentity, region: Region, device: torch.device) -> Variant:
-        """Return what to trace to get the graph that a file describes. The description need not be trusted.
+        """Return the request for the graph that a file describes. The description need not be trusted.
 
-        Raises ValueError if it does not hold together.
+        Raises ValueError if the description is inconsistent.
         """
         inputs = [(i.hints, i.symbolic) for i in identity.spec.inputs]
         return cls._described(region.label, region.module, identity.fingerprint, identity.structure, inputs, device)
 
     def note(self) -> dict[str, Any]:
-        """Return what can be written down, as JSON, without the module and the device."""
+        """Return the request without its module and device, as values that JSON can hold."""
         fields = {"region": self.region, "fingerprint": self.fingerprint, "structure": self.structure.text}
         return fields | {"inputs": list(zip(self.hints, self.symbolic, strict=True))}
 
     @classmethod
     def noted(cls, note: Mapping[str, Any], device: torch.device) -> Variant:
-        """Return what a note describes, without a module. It need not be trusted.
+        """Return the request that a note describes, without a module. The note need not be trusted.
 
-        Raises ValueError, KeyError or TypeError if it does not hold together.
+        Raises ValueError, KeyError or TypeError if the note is inconsistent.
         """
         inputs = [(tuple(hints), tuple(symbolic)) for hints, symbolic in note["inputs"]]
         texts = [note[name] for name in ("region", "fingerprint", "structure")]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("names that are no texts")
+            raise ValueError("the names are not strings")
         return cls._described(texts[0], nn.Module(), *texts[1:], inputs, device)
 
     @classmethod
@@ -111,15 +112,15 @@ class Variant:
         device: torch.device,
     ) -> Variant:
         if len(structure_text) > MAX_STRUCTURE:
-            raise ValueError("a call of more arguments than any block has")
+            raise ValueError("the call has more arguments than any block takes")
         structure, tensors = parse(structure_text)
         if [(len(hints), len(symbolic)) for hints, symbolic in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
-            raise ValueError("inputs that do not fit the structure of the call")
+            raise ValueError("the inputs do not fit the structure of the call")
         sizes = [pair for hints, symbolic in inputs for pair in zip(hints, symbolic, strict=True)]
         if not all(type(size) is int and type(is_symbol) is bool for size, is_symbol in sizes):
-            raise ValueError("example sizes that are no numbers")
-        if not all(is_symbol < size < MAX_HINT for size, is_symbol in sizes):  # a symbol is 2 at least
-            raise ValueError("example sizes that no tensor has")
+            raise ValueError("the example sizes are not numbers")
+        if not all(is_symbol < size < MAX_HINT for size, is_symbol in sizes):  # a symbol is at least 2
+            raise ValueError("no tensor has these example sizes")
         return cls(
             region=region,
             module=module,
@@ -134,18 +135,18 @@ class Variant:
 
 @dataclass(frozen=True)
 class ExportedRegion:
-    """What a backend compiles."""
+    """The input of a backend: the exported program, and what it may be called with."""
 
     program: torch.export.ExportedProgram
     spec: GraphSpec
 
 
 Functions = Callable[[bool], AbstractContextManager[Any]]
-"""What is entered while a region's code runs; asked with whether it is called with feature maps."""
+"""Returns a context to run a region's code in. The argument says whether the region is called with feature maps."""
 
 
 class _PureRegion(nn.Module):
-    """f(weights, inputs). The region is hidden from Module registration, so nothing of it is a constant."""
+    """The region as f(weights, inputs). It is not registered as a submodule, so that no tensor becomes a constant."""
 
     def __init__(
         self,
@@ -166,23 +167,23 @@ class _PureRegion(nn.Module):
         arguments = structure.fill(inputs)
         with functions(has_maps):
             result = call_forward(region, arguments, context)
-        if not structure.is_intact(arguments, inputs):  # a graph would write to lists of its own
+        if not structure.is_intact(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported("a region that writes to a list or dictionary it is given")
-        # Some blocks end by making their map contiguous, which the next would have to undo.
+        # Some blocks make their map contiguous at the end, which the next block would have to undo.
         return pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
 
 
 def export_region(variant: Variant, host: Host) -> ExportedRegion:
     """Trace a region into a graph of its weights and inputs.
 
-    Works on fake tensors: nothing is allocated and the device is not touched. Raises Unsupported, with a
-    reason for people, if the region cannot be a pure function; other errors come from tracing itself.
+    Works on fake tensors: it allocates nothing and does not use the device. Raises Unsupported, with a
+    reason for people, if the region cannot be a pure function. Other errors come from tracing itself.
     """
     try:
         return _exported(variant, host, ForGPUs)
     except Unsupported:
         raise
-    except Exception as error:  # such as of code that views what a function gave it in the layout that torch's own has
+    except Exception as error:  # for instance code that takes a view that only the layout of torch's own result allows
         log.info("%s is traced with torch's own functions: %s", variant.region, one_line(error))
         return _exported(variant, host, lambda has_maps: nullcontext())
 
@@ -194,9 +195,9 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         is_arranged = host.arranges(variant.module) and variant.device.type in host.arranged_on
-        twin = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device, is_arranged))
-        host.adapt(twin)
-        named = list(tensor_slots(twin))
+        weightless = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device, is_arranged))
+        host.adapt(weightless)
+        named = list(tensor_slots(weightless))
         weights = [group[name] for _, (group, name) in named]
         formats = [input_format(variant.module, shape, variant.device) for shape in variant.hints]
         inputs = [
@@ -204,14 +205,14 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
             for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
         ]
 
-    traced: list[TracedOptions] = []  # one for each run of the code; the last is the one that was exported
+    traced: list[TracedOptions] = []  # one for each run of the code; the last run is the exported one
 
     def context() -> dict[str, Any]:
         made = {name: host.stand_in(name, strings, variant.structure.hooks) for name in variant.structure.context}
         traced.extend(value for value in made.values() if isinstance(value, TracedOptions))
         return made
 
-    pure = _PureRegion(twin, variant.structure, context, "channels_last" in formats, functions)
+    pure = _PureRegion(weightless, variant.structure, context, "channels_last" in formats, functions)
     auto = torch.export.Dim.AUTO
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]
     with torch.no_grad():
@@ -233,7 +234,10 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
 
 
 def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:
-    """A compiler draws others than eager does. Attention and dropout, which only could draw, do not at inference."""
+    """Whether a graph draws random numbers, which would differ from those of eager code.
+
+    Attention and dropout do not count: they could draw, but do not at inference.
+    """
     drawing = (
         node.target.__name__
         for node in program.graph.nodes
@@ -250,7 +254,7 @@ def _empty_like(tensor: torch.Tensor, device: torch.device, is_arranged: bool) -
 def _mutated_inputs(
     mode: FakeTensorMode, pure: nn.Module, weights: list[torch.Tensor], inputs: list[torch.Tensor]
 ) -> tuple[int, ...]:
-    """Run once on fake tensors and see whose version moved."""
+    """Run once on fake tensors, and return the inputs whose version counters have changed."""
     with mode:
         weights = [w.clone() for w in weights]
         inputs = [t.clone() for t in inputs]
@@ -279,7 +283,7 @@ def _spec(
             InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt, hints, symbolic)
             for t, fmt, hints, symbolic in zip(inputs, formats, variant.hints, variant.symbolic, strict=True)
         ),
-        guards=(*_guards(inputs), *(_limits(program) if variant.device.type != "cpu" else ())),
+        guards=(*_guards(inputs), *(_index_limits(program) if variant.device.type != "cpu" else ())),
         mutated=mutated,
         outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
         tree=pytree.treespec_dumps(program.call_spec.out_spec),
@@ -298,12 +302,12 @@ def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in expressions if e != True))  # noqa: E712  sympy
 
 
-def _limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """Return that no tensor has more values than 32 bits can count, which is how compiled GPU kernels index.
+def _index_limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Return guards against tensors with more values than 32 bits can count, since compiled GPU kernels index so.
 
     A decoder's widest map has 256 times as many values as the image has pixels: a batch of eight at 1024x1024 has
-    too many. Inductor guards against that while it compiles; its guards are not part of what it makes, and were missing
-    where it had compiled the same graph before.
+    too many. Inductor makes such guards while it compiles. They are not part of its artifact, and were missing where
+    it had compiled the same graph before.
     """
     most: dict[Any, int] = {}
     for value in pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes]):

@@ -1,8 +1,8 @@
-"""Running a network's code ahead of time so that nothing of it stays.
+"""Runs a network's code ahead of time without lasting side effects.
 
-A network that is called with fake tensors, or traced, runs its own code and the host's. What that code remembers (in
-an `lru_cache`, in a dictionary of a module, in an object that blocks share) it would remember of tensors that hold no
-numbers, and every later image would be made of those. So whatever the code can reach is put back as it was.
+A probe or a trace runs the network's code and the host's with fake tensors. That code may cache results (in an
+`lru_cache`, in a dictionary of a module, in an object that blocks share). The cached tensors would hold no numbers,
+and every later image would use them. So everything that the code can reach is restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PURE = LIBRARIES | {"sympy", "mpmath", _OURS.partition(".")[0]}
 
 
 class _Turns:
-    """Lets calls of networks run together, and what looks ahead beside them alone."""
+    """A shared lock for calls of networks, which is exclusive for work that runs a network's code ahead of time."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -36,6 +36,7 @@ class _Turns:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
+        """Hold a shared turn: wait for exclusive work to end. Turns of one thread nest."""
         depth = getattr(self._own, "depth", 0)
         if depth == 0:
             with self._change:
@@ -53,6 +54,7 @@ class _Turns:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
+        """Hold the exclusive turn: keep new calls out, and wait for the running ones to end."""
         with self._change:
             self._change.wait_for(lambda: not self._is_taken)
             self._is_taken = True
@@ -66,13 +68,13 @@ class _Turns:
 
 
 turns = _Turns()
-"""A call of a network takes a shared turn. What looks ahead on a thread beside it runs alone: a call must not meet what
-is put back afterwards."""
+"""Each call of a network takes a shared turn. A probe or a trace on another thread takes the exclusive one, because a
+call must not see the changes that are undone afterwards."""
 
 
 @contextmanager
 def untouched(module: nn.Module, host: Host, classes: Iterable[type] = ()) -> Iterator[Describer]:
-    """Put back, at the end, what the code of a module or of these classes has changed; gives what described it."""
+    """Restore, at the end, whatever the code of a module or of these classes changed. Yields the describer used."""
     describer = Describer(host)
     describer.describe(module)
     describer.code(frozenset(classes))
@@ -82,22 +84,22 @@ def untouched(module: nn.Module, host: Host, classes: Iterable[type] = ()) -> It
 
 @contextmanager
 def untouched_caches() -> Iterator[None]:
-    """Clear, at the end, every `functools.lru_cache` of the process that was given something new.
+    """Clear, at the end, every `functools.lru_cache` of the process that has new entries.
 
-    Single entries cannot be taken out, and a cache may be emptied at any time.
+    Single entries cannot be removed. Clearing is safe, because a cache may lose its entries at any time.
     """
-    before = {cache: cache.cache_info().misses for cache in list(_known)}
+    before = {cache: cache.cache_info().misses for cache in list(_known_caches)}
     try:
         yield
     finally:
-        _known.update(_caches())
-        for cache in list(_known):
+        _known_caches.update(_caches())
+        for cache in list(_known_caches):
             if cache.cache_info().misses != before.get(cache, 0):
                 cache.cache_clear()
 
 
-_known: weakref.WeakSet = weakref.WeakSet()
-"""Caches that were found before. To look for all of them takes 30 ms, and is done once each time."""
+_known_caches: weakref.WeakSet = weakref.WeakSet()
+"""Caches that were found before. A search for all of them takes 30 ms, so each use searches only once."""
 
 
 def _caches() -> list[functools._lru_cache_wrapper]:

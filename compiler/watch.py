@@ -1,8 +1,8 @@
-"""What a description has read, remembered so that one cheap look tells whether any of it has changed.
+"""Remembers what a description has read, so that a cheap comparison tells whether any of it has changed.
 
 A fingerprint says what a block's code, settings and globals were when its graph was made. Other extensions change
 them afterwards: a padding mode, a class, a function of a module. `Watch.holds` reads the same places again and
-compares by identity, which takes milliseconds for a whole network, where describing it anew takes a second.
+compares by identity. This takes milliseconds for a whole network, while a new description takes a second.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 from torch import nn
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-"""Types whose values are compared by what they are, since equal ones may be other objects."""
+"""Types that are compared by value, since equal values may be different objects."""
 
 Settings = Callable[[nn.Module], Mapping[str, Any]]
-"""Returns the attributes of a module that its code can read and that the host does not only use for itself."""
+"""Returns the attributes of a module that its code can read, except those that only the host itself uses."""
 
 
 class Watch:
-    """The places that descriptions have read, and what was there.
+    """The places that descriptions have read, and the values that were there.
 
-    Modules and other objects that can be are held weakly, so that a watch keeps no model alive.
+    Modules, and all other objects that allow it, are referenced weakly, so that a watch keeps no model alive.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -44,11 +44,11 @@ class Watch:
         self._references: dict[int, tuple[weakref.ref, Any]] = {}
 
     def module(self, module: nn.Module) -> None:
-        """Watch a module: its class, settings and children, and which of its tensors are there."""
+        """Watch a module: its class, settings and children, and which of its tensors are present."""
         self._modules.append(_Module(module, self._settings))
 
     def children(self, model: nn.Module, paths: Iterable[str]) -> None:
-        """Watch which modules are at these paths, and on the way to them."""
+        """Watch which modules are at these paths, and which contain them."""
         parents = {parent for path in paths for parent in _parents(path)}
         for path in sorted(parents):
             try:
@@ -57,7 +57,7 @@ class Watch:
                 continue
 
     def name(self, namespace: Mapping[str, Any], name: str) -> None:
-        """Watch one entry of a namespace, also one that is missing."""
+        """Watch one entry of a namespace, which may be missing."""
         self._globals.setdefault((id(namespace), name), (namespace, name, namespace.get(name, _MISSING)))
 
     def mapping(self, mapping: Mapping) -> None:
@@ -66,13 +66,13 @@ class Watch:
             self._mappings[id(mapping)] = (mapping, tuple(mapping), _Values(mapping.values()))
 
     def class_(self, cls: type) -> None:
-        """Watch what a class has in its own dictionary."""
+        """Watch the entries of a class's own dictionary."""
         if id(cls) not in self._classes:
             settings = class_settings(cls)
             self._classes[id(cls)] = (cls, tuple(settings), _Values(settings.values()))
 
     def entries(self, namespace: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        """Watch many entries of one namespace; others may come."""
+        """Watch many entries of one namespace. New entries do not count as a change."""
         if id(namespace) not in self._entries:
             self._entries[id(namespace)] = (namespace, names, _Values(namespace[name] for name in names))
 
@@ -100,11 +100,11 @@ class Watch:
         self._slots.setdefault(id(item), (item, names, values))
 
     def reference(self, reference: weakref.ref) -> None:
-        """Watch what a weak reference leads to."""
+        """Watch the object that a weak reference points to."""
         self._references.setdefault(id(reference), (reference, _weak(reference())))
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Whether every watched place still has the value that was read."""
         return (
             all(read.holds() for read in self._modules)
             and all(is_same(space.get(name, _MISSING), value) for space, name, value in self._globals.values())
@@ -121,7 +121,7 @@ class Watch:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put back, at the end, whatever has changed in the watched places."""
+        """Restore, at the end, every watched place that has changed."""
         undo = [
             *(_restore_mapping(m) for m, _, _ in self._mappings.values() if isinstance(m, dict)),
             *(_restore_sequence(s) for s, _ in self._sequences.values() if hasattr(s, "clear")),
@@ -140,7 +140,7 @@ class Watch:
 
 
 class _Module:
-    """One module as it was."""
+    """The state of one module when it was read."""
 
     __slots__ = (
         "_children",
@@ -176,7 +176,7 @@ class _Module:
         if tuple(attributes) != self._keys:
             if tuple(self._settings(module)) != self._names:
                 return False
-            self._keys = tuple(attributes)  # the host's own bookkeeping has come or gone
+            self._keys = tuple(attributes)  # only the host's own bookkeeping was added or removed
         children = attributes["_modules"]
         if children or self._children:
             if tuple(children) != self._children or not all(map(is_, children.values(), map(_alive, self._references))):
@@ -185,7 +185,7 @@ class _Module:
         return tables == self._tables and self._values.are(self._get(attributes))
 
     def restore(self) -> Callable[[], None]:
-        """Return what puts the settings back."""
+        """Return a function that restores the settings."""
         module = self._module()
         before = {name: module.__dict__[name] for name in self._names if name in module.__dict__}
 
@@ -200,13 +200,13 @@ class _Module:
 
 
 class _Ref(weakref.ref):
-    """A reference of ours, told from those that attributes hold."""
+    """A weak reference of ours, as opposed to those that attributes hold."""
 
     __slots__ = ()
 
 
 class _Values:
-    """Values that were seen, those that can be held weakly held so."""
+    """Values that were read, referenced weakly where possible."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         kept = [_weak(value) for value in values]
@@ -214,7 +214,7 @@ class _Values:
         self._weak = any(type(value) is _Ref for value in kept)
 
     def are(self, values: Iterable[Any]) -> bool:
-        """Whether these are the same values in the same order."""
+        """Whether these are the values that were read, in the same order."""
         values = list(values)
         kept = list(map(_alive, self._kept)) if self._weak else self._kept
         return len(values) == len(kept) and (all(map(is_, values, kept)) or all(map(is_same, values, kept)))
@@ -224,7 +224,7 @@ _MISSING = object()
 
 
 def class_settings(cls: type) -> dict[str, Any]:
-    """Return what a class has of its own, and not what Python keeps there by itself."""
+    """Return the entries of a class's own dictionary, without those that Python adds."""
     return {
         name: value
         for name, value in vars(cls).items()
@@ -234,7 +234,7 @@ def class_settings(cls: type) -> dict[str, Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal plain values of one type; 0.0 and -0.0 are not."""
+    """Whether two values are one object, or equal plain values of one type. 0.0 and -0.0 are different."""
     if one is other:
         return True
     return type(one) is type(other) and type(one) in PLAIN and repr(one) == repr(other)
@@ -245,7 +245,7 @@ def _weak(value: Any) -> Any:
         return value
     try:
         return _Ref(value)
-    except TypeError:  # lists, dictionaries, tuples
+    except TypeError:  # such as a list, a dictionary or a tuple
         return value
 
 
@@ -304,7 +304,7 @@ def _restore_attributes(item: Any, names: tuple[str, ...]) -> Callable[[], None]
 
 
 def _attribute(item: Any, name: str) -> Any:
-    """Return an object's attribute, or what lies in a class's own dictionary: a method as it was put there."""
+    """Return an object's attribute, or the raw entry of a class's own dictionary, such as a static method."""
     return vars(item).get(name, _MISSING) if isinstance(item, type) else getattr(item, name, _MISSING)
 
 
@@ -346,7 +346,7 @@ def _restore_array(array: Any) -> Callable[[], None]:
 
 
 def _is_python_class(cls: type) -> bool:
-    return bool(cls.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE: the attributes of others cannot be set
+    return bool(cls.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE: attributes of other classes cannot be set
 
 
 def _parents(path: str) -> list[str]:
@@ -355,7 +355,7 @@ def _parents(path: str) -> list[str]:
 
 
 def _tensors_there(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a module's tensors; one that is None is not there."""
+    """Return the names of a module's tensors that are present, that is, not None."""
     return tuple([name for name, tensor in table.items() if tensor is not None]) if table else ()
 
 

@@ -31,9 +31,9 @@ _TRACED = {}
 
 @pytest.fixture
 def traced_once(monkeypatch):
-    """Trace blocks of one key once for all tests that ask for this: torch.export takes 0.3 s for the smallest.
+    """Trace blocks with the same key once for all tests with this fixture: torch.export takes at least 0.3 s.
 
-    For tests of what becomes of graphs. Those of tracing, and of blocks that notice it, do not ask.
+    Tests of what happens to graphs use it. Tests of tracing, and of blocks that notice a trace, do not.
     """
     trace = graph_cache_module.export_region
 

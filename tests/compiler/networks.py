@@ -1,4 +1,4 @@
-"""Small networks with the habits of real diffusion models, and how tests size, call and compile them."""
+"""Small networks that behave like real diffusion models, and helpers that size, call and compile them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class KeywordBlock(nn.Module):
 
 
 class HostedBlock(nn.Module):
-    """Is handed its host's bookkeeping, and looks one thing up in it."""
+    """Gets its host's bookkeeping as an argument, and looks up one key in it."""
 
     def __init__(self, width=WIDTH):
         super().__init__()
@@ -157,7 +157,7 @@ class DictBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks of one class over tokens; arguments after the first go to each block."""
+    """Blocks of one class over tokens. Each block gets the arguments after the first."""
 
     def __init__(self, block, depth=2, **settings):
         super().__init__()
@@ -177,7 +177,7 @@ def transformer(depth=2, **settings):
 
 
 def host_map_attention(q, k, v):
-    """Attention between the pixels of feature maps, with VAEs' calling convention; views maps as they lie."""
+    """Attention between the pixels of feature maps, with VAEs' calling convention. Takes views of its inputs."""
     batch, channels = q.shape[:2]
     q, k, v = (t.view(batch, 1, channels, -1).transpose(2, 3) for t in (q, k, v))
     output = nn.functional.scaled_dot_product_attention(q.contiguous(), k.contiguous(), v.contiguous())
@@ -201,12 +201,12 @@ def sizes(batch=2, height=6, width=9, tokens=7):
 
 
 def call(network, at):
-    """The model call that a probe repeats."""
+    """Call a network at some sizes, as a probe does."""
     return network(*network.inputs(at))
 
 
 def call_with(**arguments):
-    """A model call with further arguments; a function among them makes a tensor for the sizes."""
+    """Return a model call with further arguments. A function among them returns the value for the sizes."""
 
     def run(network, at):
         made = {name: value(at) if callable(value) else value for name, value in arguments.items()}
@@ -257,7 +257,7 @@ def variants_of(network, probe=call, host=None):
 
 
 def export(network, probe=call):
-    """Export the only graph that a network of one kind of region wants."""
+    """Export the only graph that a network with one kind of region needs."""
     (variant,) = variants_of(network, probe)
     return export_region(variant, Host())
 
@@ -267,6 +267,6 @@ def weights_of(module):
 
 
 def said(caplog):
-    """What the package has logged for people."""
+    """Return the messages that the package has logged at level INFO and above."""
     records = [record for record in caplog.records if record.name.startswith("compiled_graphs")]
     return [record.getMessage() for record in records if record.levelno >= logging.INFO]

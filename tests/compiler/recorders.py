@@ -1,4 +1,4 @@
-"""What takes the place of a GPU and of CUDA graphs where there are none, and who watches operators."""
+"""Substitutes for a GPU and for CUDA graphs, and a mode that records operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Repeated:
-    """Does on replay what a CUDA graph does: the same operators on the same addresses."""
+    """Replays a call as a CUDA graph does: the same operators on the same addresses."""
 
     def __init__(self, call):
         self.call = call
@@ -25,7 +25,7 @@ def repeat(call, pool):
 
 
 class Operators(TorchDispatchMode):
-    """Keeps the names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -37,5 +37,5 @@ class Operators(TorchDispatchMode):
 
 
 def on_absent_gpu(tensor):
-    """Return a fake tensor that is said to be on a GPU; most operators can be traced with it where there is none."""
+    """Return a fake tensor that claims to be on a GPU. Most operators can be traced with it without a GPU."""
     return FakeTensor(FakeTensorMode(allow_non_fake_inputs=True), tensor.to("meta"), torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""Weights of convolutions that lie in channels_last while a model samples, and as they were before and after."""
+"""Weights of convolutions are in channels_last while a model samples, and in their own layout before and after."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_weights_keep_their_values_and_addresses(network):
 
 @pytest.mark.parametrize("made_in", [torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("arranged_in", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_in_any_mode(made_in, arranged_in):
+def test_arrangement_works_in_any_grad_mode(made_in, arranged_in):
     with torch.inference_mode(False), made_in():
         network = ConvolutionNetwork()
     before = [weight.detach().clone() for weight in convolutions(network)]
@@ -71,7 +71,7 @@ def test_in_any_mode(made_in, arranged_in):
     [((8, 4, 3, 3), True), ((8, 4, 1, 3), True), ((8, 4, 1, 1), False), ((8, 1, 3, 3), False), ((8, 4), False),
      ((8, 4, 3, 3, 3), False)],
 )  # fmt: skip
-def test_only_what_both_layouts_order_differently_has_them(shape, has):
+def test_has_layouts_only_if_the_layouts_differ(shape, has):
     weight = torch.empty(shape)
     assert has_layouts(weight) is has
     if weight.ndim == 4:
@@ -80,7 +80,7 @@ def test_only_what_both_layouts_order_differently_has_them(shape, has):
 
 
 @pytest.mark.parametrize("alias", [lambda w: w.detach(), lambda w: nn.Parameter(w.detach()), lambda w: w[1:]])
-def test_memory_that_others_read_stays_as_it_is(network, alias):
+def test_shared_memory_is_left_alone(network, alias):
     shared, *others = convolutions(network)
     value = shared.detach().clone()
     kept = alias(shared)
@@ -91,7 +91,7 @@ def test_memory_that_others_read_stays_as_it_is(network, alias):
     assert all(map(is_channels_last, others))
 
 
-def test_what_began_to_be_shared_meanwhile_stays_arranged(network):
+def test_weight_shared_since_begin_stays_arranged(network):
     weight = convolutions(network)[0]
     arrangement = Arrangement(network, CPU)
     arrangement.begin()
@@ -115,7 +115,7 @@ def test_a_weight_that_two_modules_share_is_arranged_once(network):
     assert torch.equal(network.blocks[1].conv.weight, before.blocks[1].conv.weight)
 
 
-def test_weights_elsewhere_and_weights_that_were_replaced_are_left_alone(network):
+def test_weights_elsewhere_or_replaced_are_left_alone(network):
     network.stem.to("meta")
     arrangement = Arrangement(network, CPU)
     arrangement.begin()
@@ -139,7 +139,7 @@ def test_a_network_that_was_in_channels_last_stays_so(network):
     assert all(map(is_channels_last, convolutions(network)))
 
 
-def test_a_torch_that_does_not_tell_who_shares_memory_arranges_nothing(network, monkeypatch):
+def test_nothing_is_arranged_without_use_counts(network, monkeypatch):
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
     Arrangement(network, CPU).begin()
     assert all(weight.is_contiguous() for weight in convolutions(network))
@@ -159,14 +159,14 @@ def test_too_little_memory_leaves_the_rest_contiguous(network, monkeypatch):
     assert all(map(torch.equal, convolutions(network), values))
 
 
-def test_the_layout_is_no_part_of_what_an_arranged_region_is():
+def test_layout_is_not_in_an_arranged_regions_fingerprint():
     contiguous, other = ResidualBlock(), ResidualBlock().to(memory_format=torch.channels_last)
     assert fingerprint(contiguous, ArrangingHost()) == fingerprint(other, ArrangingHost())
     assert fingerprint(contiguous, ArrangingHost()) == fingerprint(contiguous, Host())
 
 
 class Watching(EagerBackend):
-    """Notes where the weights of convolutions lie that its executables are given, and in which layout."""
+    """Records the addresses and layouts of the convolution weights that its executables get."""
 
     def __init__(self):
         self.seen = []
@@ -186,12 +186,12 @@ class Watched:
         return self.executable(*tensors)
 
 
-def test_graphs_take_arranged_weights_as_they_lie_and_others_arranged_for_the_call(network, registry):
+def test_graphs_use_arranged_weights_and_copy_others(network, registry):
     reference, backend = copy.deepcopy(network), Watching()
     compiled = compile_network(network, registry, backend=backend, host=ArrangingHost())
     inputs, own = network.inputs(sizes()), [block.conv.weight.data_ptr() for block in network.blocks]
     arrangement = Arrangement(network, CPU)
-    network(*inputs)  # the check
+    network(*inputs)  # the first call is checked against eager
     for is_arranged in (False, True, True, False, True):
         (arrangement.begin if is_arranged else arrangement.end)()
         backend.seen.clear()
@@ -203,9 +203,9 @@ def test_graphs_take_arranged_weights_as_they_lie_and_others_arranged_for_the_ca
     assert compiled.counters.compiles == 1
 
 
-def test_a_recording_is_not_replayed_on_weights_in_another_layout(network):
+def test_no_replay_on_weights_in_another_layout(network):
     class Recorded(ArrangingHost):
-        def unrepeatable(self, context, literals):
+        def unrepeatable(self, context, strings):
             return None
 
         def steps(self, context):

@@ -44,16 +44,16 @@ def test_the_operator_computes_what_the_function_does(layout, masked):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operator_foretells_the_shape_it_returns(layout):
+def test_fake_operator_predicts_the_shape(layout):
     q, k, v = queries(5, layout[0]), queries(7, layout[0]), queries(7, layout[0])
     real = opaque_attention(host_attention, q, k, v, HEADS, **options(*layout))
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(t) for t in (q, k, v)]
-        foretold = opaque_attention(host_attention, *fakes, HEADS, **options(*layout))
-    assert (foretold.shape, foretold.stride(), foretold.dtype) == (real.shape, real.stride(), real.dtype)
+        predicted = opaque_attention(host_attention, *fakes, HEADS, **options(*layout))
+    assert (predicted.shape, predicted.stride(), predicted.dtype) == (real.shape, real.stride(), real.dtype)
 
 
-def test_queries_by_tokens_have_the_order_in_memory_of_what_attention_returns():
+def test_by_tokens_gives_the_memory_order_of_the_output():
     q = queries(5, skip_reshape=True)
     ours = by_tokens(q)
     assert torch.equal(ours, q)
@@ -63,7 +63,7 @@ def test_queries_by_tokens_have_the_order_in_memory_of_what_attention_returns():
 
 
 @pytest.mark.parametrize(("layout", "is_changed"), zip(LAYOUTS, [False, True, False, False], strict=True))
-def test_queries_are_traced_by_tokens_where_a_gpu_returns_tokens(layout, is_changed):
+def test_queries_are_by_tokens_where_a_gpu_returns_tokens(layout, is_changed):
     q = on_absent_gpu(queries(5, layout[0]))
     with Operators() as operators:
         opaque_attention(host_attention, q, q, q, HEADS, **options(*layout))
@@ -72,34 +72,34 @@ def test_queries_are_traced_by_tokens_where_a_gpu_returns_tokens(layout, is_chan
 
 def feature_map(layout):
     square = torch.randn(2, 8, 6, 6)
-    if layout == "rows":  # neither layout that a host can view
+    if layout == "rows":  # a third layout, which hosts cannot view
         return torch.randn(2, 6, 8, 6).transpose(1, 2)
     return square.contiguous(memory_format=getattr(torch, layout))
 
 
 @pytest.mark.parametrize("layout", ["contiguous_format", "channels_last", "rows"])
-def test_attention_over_maps_keeps_their_layout_and_foretells_it(layout):
+def test_map_attention_keeps_and_predicts_the_layout(layout):
     q, k, v = (feature_map(layout) for _ in range(3))
     attend = opaque_map_attention(host_map_attention)
     ours = attend(q, k, v)
     torch.testing.assert_close(ours, host_map_attention(*(t.contiguous() for t in (q, k, v))))
     with FakeTensorMode() as mode:
-        foretold = attend(*[mode.from_tensor(t) for t in (q, k, v)])
-    assert (foretold.shape, foretold.stride(), foretold.dtype) == (ours.shape, ours.stride(), ours.dtype)
+        predicted = attend(*[mode.from_tensor(t) for t in (q, k, v)])
+    assert (predicted.shape, predicted.stride(), predicted.dtype) == (ours.shape, ours.stride(), ours.dtype)
 
 
-def test_an_attention_function_that_cannot_be_found_again_is_left_as_it_is():
+def test_map_attention_without_a_name_is_left_unchanged():
     def local(q, k, v):
         return q
 
     assert opaque_map_attention(local) is local
 
 
-def test_queries_may_have_their_heads_in_a_dimension_of_their_own():
+def test_queries_may_have_a_dimension_for_heads():
     q = torch.randn(3, 5, HEADS, DIM)
     with FakeTensorMode() as mode:
-        foretold = opaque_attention(host_attention, *[mode.from_tensor(q)] * 3, HEADS)
-    assert foretold.shape == opaque_attention(host_attention, q, q, q, HEADS).shape == (3, 5, HEADS * DIM)
+        predicted = opaque_attention(host_attention, *[mode.from_tensor(q)] * 3, HEADS)
+    assert predicted.shape == opaque_attention(host_attention, q, q, q, HEADS).shape == (3, 5, HEADS * DIM)
 
 
 def test_the_output_has_the_dtype_of_the_queries():
@@ -113,7 +113,7 @@ def test_the_operator_can_be_registered_again():
     assert hasattr(torch.ops.compiled_graphs, "attention")
 
 
-def test_a_traced_region_calls_the_function_instead_of_holding_it():
+def test_traced_region_calls_the_operator():
     assert "compiled_graphs.attention.default" in operators(export(Stack(OpaqueBlock)).program)
 
 
@@ -136,7 +136,7 @@ def traced_operators(function, **extras):
     return operators(export(Stack(Block)).program)
 
 
-def test_a_function_that_has_no_name_to_find_it_by_is_traced_through():
+def test_function_without_a_name_is_traced_through():
     def local(q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape, **_):
         return q + v
 

@@ -1,4 +1,4 @@
-"""The method by which a host enters a network."""
+"""The stand-in for the method by which a host calls a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Halves(nn.Module):
 
 
 class Overflowing(nn.Module):
-    """Gives infinity unless its regions run eagerly, and draws a random number each time."""
+    """Returns infinity unless its regions run eagerly, and draws a random number on each call."""
 
     def __init__(self, always=False):
         super().__init__()
@@ -33,8 +33,8 @@ class Overflowing(nn.Module):
         return x + drawn if eager and not self.always else x * float("inf")
 
 
-class Looked:
-    """Stands in for a compiled model: says whether something has changed, and whether a block is to be compared."""
+class FakeCompiledModel:
+    """A fake compiled model, which says whether the network has changed and whether a block is due for comparison."""
 
     background = None
 
@@ -54,20 +54,20 @@ class Looked:
 
 
 def enter(network, kind=Entrance, inner=None, compiled=None, **options):
-    entrance = kind(network, "forward", inner, compiled or Looked(), **options)
+    entrance = kind(network, "forward", inner, compiled or FakeCompiledModel(), **options)
     network.forward = entrance
     return entrance
 
 
-def test_the_running_call_is_known_inside_and_forgotten_outside():
-    network, compiled = Halves(), Looked()
+def test_running_call_is_known_only_inside():
+    network, compiled = Halves(), FakeCompiledModel()
     enter(network, inner=lambda x, scale=0.5: running_call(compiled), compiled=compiled)
     assert network(torch.ones(1)) is compiled.ended[0]
     assert running_call(compiled) is None
 
 
 def test_a_running_call_can_be_made_again():
-    network, compiled = Halves(), Looked()
+    network, compiled = Halves(), FakeCompiledModel()
     enter(
         network, inner=lambda x, scale: running_call(compiled).repeated(), compiled=compiled, repeat=lambda *call: call
     )
@@ -76,7 +76,7 @@ def test_a_running_call_can_be_made_again():
 
 
 def test_a_call_that_fails_is_forgotten():
-    network, compiled = Halves(), Looked()
+    network, compiled = Halves(), FakeCompiledModel()
     enter(network, compiled=compiled)
     with pytest.raises(TypeError):
         network(torch.ones(1), nonsense=1)
@@ -84,7 +84,7 @@ def test_a_call_that_fails_is_forgotten():
 
 
 def test_another_models_call_is_not_ones_own():
-    outer, inner, seen = Looked(), Looked(), []
+    outer, inner, seen = FakeCompiledModel(), FakeCompiledModel(), []
 
     def look(x):
         seen.append((running_call(outer) is None, running_call(inner) is None))
@@ -99,7 +99,7 @@ def test_another_models_call_is_not_ones_own():
 
 
 def test_threads_have_calls_of_their_own():
-    network, compiled = Halves(), Looked()
+    network, compiled = Halves(), FakeCompiledModel()
     seen = []
 
     def look(x):
@@ -113,7 +113,7 @@ def test_threads_have_calls_of_their_own():
     assert seen == [None]
 
 
-def test_what_somebody_put_in_the_methods_place_still_runs():
+def test_method_replaced_before_still_runs():
     network = Halves()
     enter(network, inner=lambda x: x + 1)
     assert network(torch.ones(1)) == 2
@@ -130,11 +130,11 @@ def test_the_entrance_does_not_keep_the_network():
 def test_a_deep_copy_enters_its_own_network():
     network = Halves()
     enter(network)
-    twin = copy.deepcopy(network)
-    assert twin.forward.__self__ is twin
+    copied = copy.deepcopy(network)
+    assert copied.forward.__self__ is copied
 
 
-def test_an_image_that_overflows_only_compiled_is_made_again_with_the_same_random_numbers():
+def test_overflow_in_graphs_is_redone_with_the_same_draws():
     network = Overflowing()
     told = []
     enter(network, CodingEntrance).on_broken = told.append
@@ -145,7 +145,7 @@ def test_an_image_that_overflows_only_compiled_is_made_again_with_the_same_rando
     assert told == [f"eager: {OVERFLOWED}"]
 
 
-def test_an_image_that_overflows_either_way_is_not_blamed_on_the_graphs():
+def test_overflow_in_eager_too_is_not_reported():
     network = Overflowing(always=True)
     told = []
     enter(network, CodingEntrance).on_broken = told.append
@@ -163,7 +163,7 @@ class Pair(nn.Module):
 
 
 class Serving:
-    """Serves a block of a network by a function."""
+    """A region's forward that calls a function."""
 
     def __init__(self, block, function):
         self.module = lambda: block
@@ -186,7 +186,7 @@ def test_forwards_are_in_place_for_as_long_as_a_call_runs():
     assert network.second(network.first(x)) == 0.25
 
 
-def test_they_go_when_a_call_fails_and_what_was_there_comes_back():
+def test_forwards_are_restored_after_a_failed_call():
     def fail(x):
         raise ZeroDivisionError
 
@@ -206,14 +206,14 @@ def test_a_forward_of_somebody_else_is_left_alone():
     assert network(torch.ones(1)) == 300
 
 
-def test_inside_what_torch_compiles_the_network_is_as_it_was():
+def test_torch_compile_sees_the_plain_network():
     network = Pair()
     enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
     compiled = torch.compile(network, backend="eager", fullgraph=True)
     assert compiled(torch.ones(1)) == 0.25
 
 
-class Replaying:
+class FakeStepReplay:
     def __init__(self):
         self.served = self.forgotten = self.looked = 0
 
@@ -232,11 +232,11 @@ class Replaying:
 def replaying():
     network = Pair()
     entrance = enter(network)
-    entrance.step_replay = Replaying()
+    entrance.step_replay = FakeStepReplay()
     return network, entrance.compiled, entrance.step_replay
 
 
-def test_a_step_with_a_block_to_compare_is_called_and_not_replayed(replaying):
+def test_step_with_a_due_block_is_not_replayed(replaying):
     network, compiled, recordings = replaying
     network(torch.ones(1))
     compiled.is_due = True
@@ -244,7 +244,7 @@ def test_a_step_with_a_block_to_compare_is_called_and_not_replayed(replaying):
     assert recordings.served == 1
 
 
-def test_what_changed_drops_the_recordings(replaying):
+def test_change_drops_the_recordings(replaying):
     network, compiled, recordings = replaying
     network(torch.ones(1))
     compiled.changed = True
@@ -252,7 +252,7 @@ def test_what_changed_drops_the_recordings(replaying):
     assert (recordings.served, recordings.forgotten, recordings.looked) == (2, 1, 1)
 
 
-def test_whatever_fails_while_forwards_are_put_in_place_they_are_taken_out():
+def test_forwards_are_removed_if_installing_fails():
     network = Pair()
     forwards = serving(network, first=lambda x: x)
     forwards["second"] = SimpleNamespace(module=lambda: 1 / 0)

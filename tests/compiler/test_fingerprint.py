@@ -73,7 +73,7 @@ class Block(Base):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Import a version of the source above, as a restart after an edit would."""
+    """Return a function that imports an edited version of `SOURCE`, as a restart after the edit would."""
 
     def run(*edits, name="edited_blocks"):
         text = SOURCE
@@ -130,7 +130,7 @@ def with_attribute(value):
         "decorator",
     ],
 )
-def test_an_edit_of_what_a_region_computes_changes_it(load, edit):
+def test_edit_of_used_code_changes_fingerprint(load, edit):
     assert of(load(edit).Block()) != of(load().Block())
 
 
@@ -146,18 +146,18 @@ def test_an_edit_of_what_a_region_computes_changes_it(load, edit):
     ],
     ids=["comment", "docstring", "no docstring", "unrelated function", "lines above", "constructor"],
 )
-def test_an_edit_of_anything_else_keeps_it(load, edit):
+def test_edit_of_anything_else_keeps_fingerprint(load, edit):
     assert of(load(edit).Block()) == of(load().Block())
 
 
 class Options(dict):
-    """Parsed options as some ComfyUI builds have them."""
+    """Parsed options in the form that some ComfyUI builds use."""
 
     __getattr__ = dict.__getitem__
 
 
 @pytest.mark.parametrize("kind", [Options, argparse.Namespace])
-def test_of_a_command_line_only_the_options_that_code_reads_matter(load, kind):
+def test_only_command_line_options_that_are_read_matter(load, kind):
     reading = ("return x * SCALE", "return x * SCALE * (2 if options_of_host.upcast else 1)")
 
     def block(**options):
@@ -170,27 +170,27 @@ def test_of_a_command_line_only_the_options_that_code_reads_matter(load, kind):
 
 
 @pytest.mark.parametrize("line", ["seen[x.shape] = 1", "seen.setdefault('a', 1)", "global seen; seen = {}"])
-def test_code_that_remembers_things_in_a_global_is_obscure(load, line):
+def test_code_that_writes_to_a_global_is_obscure(load, line):
     module = load(("x = self.norm(widen(self.linear(x)))", f"{line}; x = self.norm(widen(self.linear(x)))"))
     module.seen = {}
     assert "remembers things in a global" in Describer(Host()).describe(module.Block()).obscure
 
 
 @pytest.mark.parametrize("folder", ["/opt/comfy/custom_nodes/blocks", "C:\\\\comfy\\\\custom_nodes\\\\My Blocks"])
-def test_the_folder_of_an_extension_does_not_matter(load, folder):
+def test_folder_of_an_extension_does_not_matter(load, folder):
     here = load(name="/home/me/custom_nodes/blocks.model")
     there = load(name=f"{folder}.model")
     assert of(here.Block()) == of(there.Block())
 
 
-def test_a_helper_replaced_by_an_extension_changes_it(load):
+def test_replaced_helper_changes_fingerprint(load):
     module = load()
     before = of(module.Block())
     module.double = lambda x: x * 7
     assert of(module.Block()) != before
 
 
-def test_a_forward_that_an_extension_put_on_the_class_changes_it(load):
+def test_replaced_forward_on_the_class_changes_fingerprint(load):
     module = load()
     before = of(module.Block())
 
@@ -201,7 +201,7 @@ def test_a_forward_that_an_extension_put_on_the_class_changes_it(load):
     assert of(module.Block()) != before
 
 
-def test_a_wrapper_that_an_extension_put_around_a_forward_changes_it(load):
+def test_wrapped_forward_on_the_class_changes_fingerprint(load):
     module = load()
     before = of(module.Block())
     original = module.Block.forward
@@ -232,7 +232,7 @@ print(fingerprint(block, Host()), fingerprint(ResidualBlock(), Host()))
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_it_is_the_same_in_every_process_and_hash_seed(seed):
+def test_fingerprint_is_the_same_in_every_process(seed):
     block = TransformerBlock()
     block.features = {"rope", "bias", "gate", "shift", None, 3}
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -242,7 +242,7 @@ def test_it_is_the_same_in_every_process_and_hash_seed(seed):
     assert result.stdout.split() == [of(block), of(ResidualBlock())]
 
 
-def test_equal_blocks_of_one_network_share_it():
+def test_equal_blocks_share_a_fingerprint():
     assert len({of(block) for block in ConvolutionNetwork(depth=3).blocks}) == 1
 
 
@@ -258,7 +258,7 @@ def test_requires_grad_does_not_matter():
     assert of(TransformerBlock().requires_grad_(False)) == of(TransformerBlock())
 
 
-def test_hooks_and_a_forward_put_on_an_instance_do_not_matter():
+def test_hooks_and_an_instance_forward_do_not_matter():
     block = TransformerBlock()
     block.register_forward_hook(lambda *args: None)
     block.forward = lambda x: x
@@ -277,7 +277,7 @@ def test_hooks_and_a_forward_put_on_an_instance_do_not_matter():
     ],
     ids=["eps", "heads", "width", "dtype", "eval", "absent parameter"],
 )
-def test_a_change_of_configuration_changes_it(changed):
+def test_configuration_changes_fingerprint(changed):
     assert of(changed()) != of(TransformerBlock())
 
 
@@ -287,11 +287,11 @@ def _without_gate():
     return block
 
 
-def test_the_layout_of_a_weight_changes_it():
+def test_layout_of_a_weight_changes_fingerprint():
     assert of(ResidualBlock().to(memory_format=torch.channels_last)) != of(ResidualBlock())
 
 
-def test_a_buffers_shape_changes_it():
+def test_shape_of_a_buffer_changes_fingerprint():
     one, other = TransformerBlock(), TransformerBlock()
     one.register_buffer("table", torch.zeros(3))
     other.register_buffer("table", torch.zeros(4))
@@ -349,7 +349,7 @@ def shifted_by(amount):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_settings_of_other_content_change_it(one, other):
+def test_different_settings_change_fingerprint(one, other):
     assert of(with_attribute(one)) == of(with_attribute(copy.copy(one)))
     assert of(with_attribute(one)) != of(with_attribute(other))
 
@@ -362,11 +362,11 @@ def test_settings_of_other_content_change_it(one, other):
     ],
     ids=["device", "identity"],
 )
-def test_settings_of_equal_content_keep_it(one, other):
+def test_equal_settings_keep_fingerprint(one, other):
     assert of(with_attribute(one)) == of(with_attribute(other))
 
 
-def test_a_setting_that_refers_back_to_the_block_is_no_obstacle():
+def test_circular_setting_is_described():
     block = TransformerBlock()
     block.owner = types.SimpleNamespace(block=block)
     block.owner.itself = block.owner
@@ -384,18 +384,18 @@ def test_a_volatile_attribute_of_the_host_does_not_matter():
     assert of(block) != of(TransformerBlock())
 
 
-def test_literals_are_the_strings_a_region_can_look_up(load):
-    literals = strings_of(load().Block(), Host())
-    assert {"patch", "high"} <= literals
-    assert "A block." not in literals
+def test_strings_are_those_a_region_can_look_up(load):
+    strings = strings_of(load().Block(), Host())
+    assert {"patch", "high"} <= strings
+    assert "A block." not in strings
 
 
-def test_literals_come_from_helpers_and_submodules_too(load):
+def test_strings_come_from_helpers_and_submodules_too(load):
     module = load(("return x * 2", 'return x * {"factor": 2}["factor"]'))
     assert "factor" in strings_of(nn.Sequential(module.Block()), Host())
 
 
-def test_a_class_without_source_still_has_an_identity():
+def test_class_without_source_has_a_fingerprint():
     text = "class Block(Base):\n    def forward(self, x):\n        return x * {}\n"
     blocks = []
     for factor in ("self.two", "self.three"):
@@ -405,7 +405,7 @@ def test_a_class_without_source_still_has_an_identity():
     assert of(blocks[0]) != of(blocks[1])
 
 
-def test_constants_of_a_class_without_source_count():
+def test_constants_of_a_class_without_source_matter():
     blocks = []
     for factor in (2, 3):
         scope = {"Base": nn.Module, "__name__": "generated"}
@@ -423,7 +423,7 @@ def test_tensors_outside_parameters_and_buffers_are_named():
     assert tensor_attributes(block, Host()) == ["table", "mlp.0.scale"]
 
 
-def test_what_stands_in_for_a_method_does_not_matter():
+def test_stand_in_for_a_method_does_not_matter():
     class Entrance:
         stands_in = True
 
@@ -433,8 +433,8 @@ def test_what_stands_in_for_a_method_does_not_matter():
     assert of(block) == before
 
 
-def test_objects_that_share_others_are_described_in_their_number():
-    """Written out, what sixty levels share twice would be longer than any memory."""
+def test_shared_objects_are_described_once():
+    """Sixty levels that each hold the next one twice would fill any memory if they were written out."""
     shared = [1.0]
     for _ in range(60):
         shared = [shared, shared]
@@ -449,15 +449,15 @@ def test_objects_that_share_others_are_described_in_their_number():
 
 
 def from_an_extension(name, source):
-    """Return a function of a module that is no library."""
+    """Return a function whose module is not a library."""
     scope = {"__name__": "extension", "CALLS": []}
     exec(source, scope)
     return scope[name]
 
 
 @pytest.mark.parametrize("owner", [nn.Module, torch, torch.nn.functional, torch.Tensor])
-def test_what_an_extension_adds_to_torch_does_not_matter(owner, monkeypatch):
-    """transformers adds a method to torch's modules that reads its own globals."""
+def test_uncalled_addition_to_torch_does_not_matter(owner, monkeypatch):
+    """For instance, transformers adds a method to torch's modules that reads its own globals."""
     block = TransformerBlock()
     before = Describer(Host()).describe(block)
     helper = from_an_extension("smart_apply", "def smart_apply(self):\n    CALLS.append(self)\n")
@@ -477,7 +477,7 @@ class HelpedByName(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Helped, HelpedByName])
-def test_what_an_extension_adds_to_torch_matters_to_those_who_call_it(kind, monkeypatch):
+def test_addition_to_torch_matters_where_it_is_called(kind, monkeypatch):
     twice = from_an_extension("helped", "def helped(self, x):\n    return x * 2\n")
     monkeypatch.setattr(nn.Module, "helped", twice, raising=False)
     before = of(kind())
@@ -490,7 +490,7 @@ def test_what_an_extension_adds_to_torch_matters_to_those_who_call_it(kind, monk
     [(nn.Module, "__call__"), (nn.Module, "_call_impl"), (nn.Linear, "forward"), (torch.nn.functional, "linear")]
     + [(torch, "matmul"), (torch.Tensor, "__add__"), (torch.Tensor, "reshape")],
 )
-def test_what_an_extension_puts_in_the_place_of_torchs_own_matters(owner, name, monkeypatch):
+def test_replaced_torch_function_changes_fingerprint(owner, name, monkeypatch):
     block = TransformerBlock()
     before = of(block)
     source = f"def {name}(*arguments):\n    return original(*arguments)\n"

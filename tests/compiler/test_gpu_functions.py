@@ -1,4 +1,4 @@
-"""Functions in another form."""
+"""Decompositions for GPUs compute what torch's own functions do."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_group_norm_by_channel_is_group_norm(shape, groups, affine):
     torch.testing.assert_close(group_norm_by_channel(x, groups, weight, bias, 1e-6), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_group_norm_by_channel_keeps_its_digits_far_from_zero():
+def test_group_norm_by_channel_is_exact_far_from_zero():
     x = torch.randn(1, 8, 64, 64, generator=torch.Generator().manual_seed(0)) + 1000
     expected = F.group_norm(x.double(), 2).float()
     torch.testing.assert_close(group_norm_by_channel(x, 2), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("far", [30.0, 1000.0])
-def test_group_norm_by_channel_bears_an_anchor_far_from_thread_else(far):
+def test_group_norm_by_channel_with_an_outlier_as_anchor(far):
     x = torch.randn(1, 8, 64, 64, generator=torch.Generator().manual_seed(0))
     x[:, :, 32, 32] += far
     expected = F.group_norm(x.double(), 2).float()
@@ -44,7 +44,7 @@ def test_group_norm_by_channel_of_a_flat_map_is_flat(value):
     assert torch.equal(group_norm_by_channel(x, 2), torch.zeros_like(x))
 
 
-def test_sizes_that_group_norm_by_channel_computes_with_stay_symbols():
+def test_group_norm_by_channel_keeps_sizes_symbolic():
     class Norm(torch.nn.Module):
         def forward(self, x):
             return group_norm_by_channel(x, 2)
@@ -59,7 +59,7 @@ def test_sizes_that_group_norm_by_channel_computes_with_stay_symbols():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_group_norm_by_channel_computes_half_precision_in_single(dtype):
+def test_group_norm_by_channel_computes_half_in_single(dtype):
     x = (torch.randn(1, 8, 32, 32, generator=torch.Generator().manual_seed(0)) * 200).to(dtype)
     result = group_norm_by_channel(x, 2)
     assert result.dtype == dtype
@@ -81,7 +81,7 @@ VALUES = torch.cat([torch.linspace(-12, 12, 24001), torch.tensor([0.0, -0.0, 1e-
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gelu_by_exponentials_is_as_near_to_gelu_as_torch_comes(dtype, approximate):
+def test_gelu_by_exponentials_is_as_exact_as_torch(dtype, approximate):
     x = VALUES.to(dtype)
     exact = F.gelu(x.double(), approximate=approximate)
     ours, theirs = (f(x, approximate=approximate) for f in (gelu_by_exponentials, F.gelu))
@@ -92,7 +92,7 @@ def test_gelu_by_exponentials_is_as_near_to_gelu_as_torch_comes(dtype, approxima
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_by_exponentials_bears_what_half_precision_can_hold(approximate):
+def test_gelu_by_exponentials_at_the_limits_of_half(approximate):
     largest = torch.tensor([3e38, -3e38, float("inf")], dtype=torch.bfloat16)
     assert torch.equal(gelu_by_exponentials(largest, approximate), largest.clamp_min(0))
     assert gelu_by_exponentials(torch.tensor([float("nan")]).half(), approximate).isnan().all()
@@ -118,7 +118,7 @@ def test_cat_by_tokens_is_cat_in_another_layout():
     ("shape", "dim", "are_heads"),
     [((2, 3, 4, 5), 2, True), ((2, 3, 4, 5), -2, True), ((2, 3, 4, 5), 1, False), ((2, 3, 4), 2, False)],
 )
-def test_heads_on_a_gpu_are_joined_by_tokens_and_maps_are_not(shape, dim, are_heads, has_maps):
+def test_cat_is_by_tokens_for_heads_on_a_gpu_only(shape, dim, are_heads, has_maps):
     tensors = [torch.empty(shape)] * 2
     with ForGPUs(has_maps):
         on_cpu = torch.cat(tensors, dim=dim)

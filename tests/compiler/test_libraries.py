@@ -10,19 +10,19 @@ from recorders import Operators
 CUDA = torch.device("cuda")
 
 
-def test_where_there_is_no_cuda_nothing_is_computed(monkeypatch):
+def test_nothing_is_computed_without_cuda(monkeypatch):
     monkeypatch.setattr(libraries, "_compute", lambda *_: pytest.fail("computed"))
     load_libraries(CPU)
 
 
-def test_each_type_of_a_diffusion_model_is_computed_in(monkeypatch):
+def test_each_dtype_is_computed(monkeypatch):
     computed = []
     monkeypatch.setattr(libraries, "_compute", lambda device, dtype: computed.append(dtype))
     load_libraries(CUDA)
     assert computed == [torch.float16, torch.bfloat16]
 
 
-def test_a_gpu_that_cannot_is_left_as_it_is(monkeypatch):
+def test_failing_gpu_is_left_alone(monkeypatch):
     def full(*_):
         raise torch.cuda.OutOfMemoryError("no memory")
 
@@ -30,7 +30,7 @@ def test_a_gpu_that_cannot_is_left_as_it_is(monkeypatch):
     load_libraries(CUDA)
 
 
-def test_what_is_computed_is_what_blocks_compute():
+def test_warm_up_runs_the_operators_of_blocks():
     with Operators() as operators, torch.inference_mode():
         libraries._compute(CPU, torch.bfloat16)
     names = {name.split(".")[0] for name in operators.names}
@@ -38,7 +38,7 @@ def test_what_is_computed_is_what_blocks_compute():
     assert any("attention" in name for name in names)
 
 
-def test_no_random_numbers_are_drawn_from_whoever_samples_meanwhile():
+def test_warm_up_draws_no_random_numbers():
     before = torch.get_rng_state()
     libraries._compute(CPU, torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,4 +1,4 @@
-"""Options that watch what a block asks of them."""
+"""Options that record what a block reads from them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Asker:
     ],
     ids=["constant", "get", "in", "attribute", "f-string", "copy", "setdefault", "pop", "items", "iteration", "or"],
 )
-def test_what_code_asks_for_is_noted_however_it_asks(ask):
+def test_every_kind_of_read_is_recorded(ask):
     options = TracedOptions({"known": 1}, ["block"])
     ask(options)
     assert options.reads == {"strength"}
 
 
-def test_what_is_there_is_no_question():
+def test_reads_of_present_options_are_not_recorded():
     options = TracedOptions({"known": 1}, ["block"])
     assert options["known"] == 1
     assert isinstance(options.get("block")[0], Unknown)
@@ -62,25 +62,25 @@ def test_what_is_there_is_no_question():
         lambda b: (b[0], b[1], 0) in {("input", 1, 0)},
     ],
 )
-def test_code_that_depends_on_where_it_is_cannot_be_traced(depend):
+def test_code_that_depends_on_its_place_cannot_be_traced(depend):
     with pytest.raises((Unsupported, TypeError)):
         depend(TracedOptions({}, ["block"])["block"])
 
 
 @pytest.mark.parametrize("look", [lambda o: [k for k in o if k.startswith("my_")], len, lambda o: [k[0] for k in o]])
-def test_code_that_looks_through_all_options_cannot_be_traced(look):
+def test_search_through_all_options_cannot_be_traced(look):
     with pytest.raises(Unsupported):
         look(TracedOptions({}, ["block"]))
 
 
-def test_handing_all_options_on_is_no_dependence():
+def test_all_options_may_be_passed_on():
     options = TracedOptions({"known": 1}, ["block"])
     extra = {k: options[k] for k in options if k != "known"}
     assert isinstance(extra["block"], Unknown)
     assert options.reads == set()
 
 
-def test_what_a_block_leaves_comes_back_as_sizes_of_the_call():
+def test_writes_are_decoded_with_the_sizes_of_the_call():
     options = TracedOptions({}, ["block_index"])
     options["activations_shape"] = [2, 320, 8, 8]
     options["block_index"] = 3

@@ -52,7 +52,7 @@ def test_another_shape_or_dtype_is_no_result(result):
     assert isinstance(failed.value.error, WrongOutput)
 
 
-def test_what_a_patch_raises_comes_out_after_the_graph_and_later_patches_do_not_run():
+def test_patch_error_is_raised_after_the_graph():
     called = []
 
     def fail(hook, constants, x):

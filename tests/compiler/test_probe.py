@@ -15,7 +15,7 @@ def symbols(network, probe=None):
     return [[None if isinstance(size, str) else size for size in sizes] for sizes in variant.sizes]
 
 
-def test_sizes_that_change_with_the_call_are_symbols_and_others_are_static():
+def test_sizes_that_differ_between_calls_are_symbols():
     assert symbols(ConvolutionNetwork(channels=8)) == [[None, 8, None, None], [None, 12]]
 
 
@@ -77,7 +77,7 @@ def test_a_block_that_writes_to_a_list_runs_each_time():
             assert len(kept) == len(self.blocks)
             return sum(kept)
 
-    assert len(variants_of(Summed(Remembering, depth=3))) == 3, "the list is a longer one each time"
+    assert len(variants_of(Summed(Remembering, depth=3))) == 3, "each call gets a longer list"
 
 
 def test_a_block_called_in_two_ways_wants_two_graphs():
@@ -90,13 +90,13 @@ def test_a_block_called_in_two_ways_wants_two_graphs():
     assert len(variants_of(Twice(OptionsBlock))) == 2
 
 
-def test_a_tensor_argument_that_is_absent_is_part_of_the_wanted_graph():
+def test_absent_tensor_argument_needs_its_own_graph():
     masked = call_with(mask=lambda at: torch.zeros(at.batch, 1, at.tokens, at.tokens))
     assert symbols(transformer()) == [[None, None, 16]]
     assert symbols(transformer(), masked) == [[None, None, 16], [None, 1, None, None]]
 
 
-def test_hints_are_larger_than_one_and_different_for_different_symbols():
+def test_hints_of_symbols_differ_and_exceed_one():
     (variant,) = variants_of(ConvolutionNetwork())
     batch, _, height, width = variant.hints[0]
     assert min(batch, height, width) > 1
@@ -104,7 +104,7 @@ def test_hints_are_larger_than_one_and_different_for_different_symbols():
     assert variant.hints[1][0] == batch
 
 
-def test_the_second_call_is_the_example_where_the_first_ones_sizes_collide():
+def test_second_call_is_the_example_if_sizes_collide():
     def extended(network, at):
         tokens = 2 if at == FIRST else 7
         return network(torch.randn(at.batch, tokens, 16))
@@ -121,7 +121,7 @@ def test_a_call_with_a_size_of_one_is_no_example():
     assert variant.hints == ((SECOND.batch, 7, 16),)
 
 
-def test_a_block_whose_sizes_collide_in_both_calls_is_left_out():
+def test_block_with_colliding_sizes_is_left_out():
     def colliding(network, at):
         batch, tokens, others = (2, 2, 4) if at == FIRST else (3, 5, 3)
         return network(torch.randn(batch, tokens, 16), unused=torch.randn(others))
@@ -175,7 +175,7 @@ def test_a_model_without_storage_can_be_probed():
 
 
 @pytest.mark.parametrize("halvings", [0, 1, 2, 3])
-def test_the_two_calls_tell_all_sizes_apart_down_to_an_eighth(halvings):
+def test_probe_sizes_differ_down_to_an_eighth(halvings):
     for at in (FIRST, SECOND):
         reduced = [at.batch, at.frames, at.tokens, at.height >> halvings, at.width >> halvings]
         assert len(set(reduced)) == len(reduced), (at, reduced)

@@ -32,7 +32,7 @@ def test_a_class_of_the_same_name_elsewhere_is_not_listed():
     assert paths(nn.Sequential(listed_class("other.layers.DoubleStreamBlock")())) == []
 
 
-def test_blocks_repeated_in_a_module_list_are_regions_in_model_order():
+def test_repeated_blocks_are_regions_in_model_order():
     assert paths(ConvolutionNetwork(depth=3)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -53,7 +53,7 @@ def test_repeated_leaves_are_no_regions():
     assert paths(nn.Sequential(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))) == []
 
 
-def test_repeated_containers_without_a_forward_are_no_regions():
+def test_containers_without_a_forward_are_no_regions():
     assert paths(nn.Sequential(nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3)))) == []
 
 
@@ -72,7 +72,7 @@ def test_regions_do_not_nest():
     assert paths(network) == ["stages.0", "stages.1"]
 
 
-def test_a_container_of_listed_layers_gives_way_to_the_layers():
+def test_container_of_listed_layers_is_no_region():
     layer = listed_class()
     network = nn.Module()
     network.stages = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 1), layer()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""When a network is looked at again."""
+"""When a network is checked for changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from compiled_graphs.compiler.running_call import RunningCall
 from compiled_graphs.compiler.sampling import Announced, EachCall, Scheduled
 
 
-def looks(sampling, calls):
-    """How many of these calls are looked at."""
+def count_checks(sampling, calls):
+    """Return how many of these calls check the network."""
     seen = 0
     for _ in range(calls):
         if not sampling.is_known():
@@ -18,43 +18,43 @@ def looks(sampling, calls):
     return seen
 
 
-def test_a_call_that_nobody_counts_is_looked_at():
-    assert looks(EachCall(), 3) == 3
+def test_each_call_is_checked_without_samplings():
+    assert count_checks(EachCall(), 3) == 3
 
 
-def test_an_announced_sampling_is_looked_at_once():
+def test_announced_sampling_is_checked_once():
     sampling = Announced()
     for _ in range(2):
         sampling.begin()
-        assert looks(sampling, 20) == 1
+        assert count_checks(sampling, 20) == 1
     sampling.end()
-    assert looks(sampling, 3) == 3, "calls outside of a sampling"
+    assert count_checks(sampling, 3) == 3, "calls outside of a sampling"
 
 
-def test_a_schedule_is_looked_at_once():
+def test_schedule_is_checked_once():
     schedule = [torch.arange(5)]
     sampling = Scheduled(lambda: schedule)
-    assert looks(sampling, 5) == 1
+    assert count_checks(sampling, 5) == 1
     schedule[0] = torch.arange(5)
-    assert looks(sampling, 5) == 1
+    assert count_checks(sampling, 5) == 1
 
 
-def test_a_new_schedule_is_looked_at_though_the_last_one_was_broken_off():
+def test_new_schedule_after_an_aborted_one_is_checked():
     schedule = [torch.arange(5)]
     sampling = Scheduled(lambda: schedule)
-    assert looks(sampling, 2) == 1
+    assert count_checks(sampling, 2) == 1
     schedule[0] = torch.arange(5)
-    assert looks(sampling, 1) == 1
+    assert count_checks(sampling, 1) == 1
 
 
-def test_a_schedule_used_again_is_looked_at_again():
+def test_schedule_used_again_is_checked_again():
     schedule = [torch.arange(5)]
     sampling = Scheduled(lambda: schedule)
-    assert looks(sampling, 10) == 2
+    assert count_checks(sampling, 10) == 2
 
 
-def test_without_a_schedule_each_call_is_looked_at():
-    assert looks(Scheduled(list), 3) == 3
+def test_each_call_is_checked_without_a_schedule():
+    assert count_checks(Scheduled(list), 3) == 3
 
 
 class Forward:

@@ -28,11 +28,11 @@ def test_positional_and_keyword_calls_have_one_key():
     assert key(TransformerBlock, x, mask) == key(TransformerBlock, mask=mask, x=x)
 
 
-def test_a_default_given_or_left_out_is_one_key():
+def test_explicit_default_has_the_same_key():
     assert key(OptionsBlock, tokens()) == key(OptionsBlock, tokens(), 1.0, shift=0)
 
 
-def test_other_sizes_have_the_same_key_where_they_are_symbols():
+def test_symbolic_sizes_are_not_in_the_key():
     assert key(TransformerBlock, tokens(2, 7)) == key(TransformerBlock, tokens(5, 900))
 
 
@@ -51,7 +51,7 @@ def test_other_sizes_have_the_same_key_where_they_are_symbols():
     ],
     ids=["tensor for None", "dtype", "rank", "device", "static size", "symbol", "version", "backend", "fingerprint"],
 )
-def test_a_change_of_what_the_graph_depends_on_changes_the_key(changed):
+def test_key_changes_with_what_the_graph_depends_on(changed):
     assert changed() != key(TransformerBlock, tokens())
 
 
@@ -80,7 +80,7 @@ def test_nested_arguments_are_read_and_filled_in_again():
     assert found.fill(tensors)["extras"]["bias"] == [{"a": second}, None, 3]
 
 
-def test_context_arguments_stay_out_of_the_arguments_but_are_named():
+def test_context_arguments_are_kept_by_name_only():
     options = object()
     bound = bind(KeywordBlock, (tokens(),), {"options": options}, frozenset({"options", "absent"}))
     assert bound.context == {"options": options}
@@ -89,7 +89,7 @@ def test_context_arguments_stay_out_of_the_arguments_but_are_named():
 
 
 @pytest.mark.parametrize("args", [(), (1, 2, 3, 4, 5, 6)])
-def test_a_call_that_does_not_fit_the_signature_is_unsupported(args):
+def test_call_that_does_not_fit_forward_is_unsupported(args):
     with pytest.raises(Unsupported, match=r"does not fit OptionsBlock\.forward"):
         bind(OptionsBlock, args, {}, frozenset())
 
@@ -105,7 +105,7 @@ def test_a_call_that_does_not_fit_the_signature_is_unsupported(args):
     ],
     ids=["object", "sparse", "subclass", "generator", "set"],
 )
-def test_what_no_graph_can_take_is_named_in_the_reason(argument, reason):
+def test_unsupported_argument_is_named_in_the_reason(argument, reason):
     with pytest.raises(Unsupported, match=reason):
         structure(KeywordBlock, tokens(), bias=argument)
 
@@ -166,7 +166,7 @@ def test_a_text_that_describes_no_call_is_refused(text):
         parse(text)
 
 
-def test_a_container_that_only_python_can_make_is_part_of_the_key_but_cannot_be_read_back():
+def test_named_tuple_is_in_the_key_but_cannot_be_parsed():
     Pair = namedtuple("Pair", "a b")
     one, other = (read(Call({"x": Pair(tokens(), value)}, {}))[0] for value in (1, 2))
     assert one.text != other.text
@@ -174,7 +174,7 @@ def test_a_container_that_only_python_can_make_is_part_of_the_key_but_cannot_be_
         parse(one.text)
 
 
-def test_calls_that_differ_in_plain_values_have_the_same_tensors():
+def test_has_tensors_of_ignores_plain_values():
     x = torch.zeros(2, 3)
 
     def structure(*args, **kwargs):

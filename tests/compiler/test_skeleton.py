@@ -22,12 +22,12 @@ def names(module):
     return [name for name, _ in tensor_slots(module)]
 
 
-def test_a_skeleton_has_stand_ins_for_every_parameter_and_buffer():
+def test_every_parameter_and_buffer_is_replaced():
     block = TransformerBlock()
     block.register_buffer("table", torch.ones(3))
-    twin = copy_of(block)
-    assert names(twin) == names(block)
-    assert all(group[name].device.type == "meta" for _, (group, name) in tensor_slots(twin))
+    copied = copy_of(block)
+    assert names(copied) == names(block)
+    assert all(group[name].device.type == "meta" for _, (group, name) in tensor_slots(copied))
 
 
 def test_the_model_keeps_its_own_weights():
@@ -37,7 +37,7 @@ def test_the_model_keeps_its_own_weights():
     assert all(block.get_parameter(name) is weight for name, weight in before.items())
 
 
-def test_a_change_of_the_skeletons_weights_does_not_reach_the_model():
+def test_skeleton_weights_are_not_the_models():
     block = TransformerBlock()
     gate = block.gate
     for _, (group, name) in tensor_slots(copy_of(block)):
@@ -45,14 +45,14 @@ def test_a_change_of_the_skeletons_weights_does_not_reach_the_model():
     assert block.gate is gate
 
 
-def test_attributes_set_while_it_runs_do_not_reach_the_model():
+def test_skeleton_attributes_are_not_the_models():
     block = TransformerBlock()
     block.seen = {}
     block.order = []
-    twin = copy_of(block)
-    twin.eps = 5.0
-    twin.seen["call"] = 1
-    twin.order.append(1)
+    copied = copy_of(block)
+    copied.eps = 5.0
+    copied.seen["call"] = 1
+    copied.order.append(1)
     assert (block.eps, block.seen, block.order) == (1e-6, {}, [])
 
 
@@ -72,9 +72,9 @@ def test_hooks_on_a_skeleton_stay_on_it():
 def test_a_replaced_forward_is_left_out():
     block = ResidualBlock()
     block.forward = block.conv.forward = lambda *args: None
-    twin = copy_of(block)
-    assert "forward" not in twin.__dict__
-    assert "forward" not in twin.conv.__dict__
+    copied = copy_of(block)
+    assert "forward" not in copied.__dict__
+    assert "forward" not in copied.conv.__dict__
 
 
 def test_the_hosts_volatile_attributes_are_left_out():
@@ -84,7 +84,7 @@ def test_the_hosts_volatile_attributes_are_left_out():
     assert copy_of(block).loaded_bytes == 7
 
 
-def test_what_a_trace_must_see_is_copied_though_it_is_volatile():
+def test_traced_attributes_are_copied():
     block = ResidualBlock()
     block.casts = True
     assert copy_of(block, Manager()).casts
@@ -92,22 +92,22 @@ def test_what_a_trace_must_see_is_copied_though_it_is_volatile():
 
 def test_a_module_that_stands_twice_is_copied_once():
     linear = nn.Linear(2, 2)
-    twin = copy_of(nn.ModuleList([linear, linear]))
-    assert twin[0] is twin[1]
-    assert twin[0] is not linear
+    copied = copy_of(nn.ModuleList([linear, linear]))
+    assert copied[0] is copied[1]
+    assert copied[0] is not linear
 
 
 def test_absent_parameters_and_modules_stay_absent():
     block = nn.Linear(2, 2, bias=False)
     block.register_module("extra", None)
-    twin = copy_of(block)
-    assert twin.bias is None
-    assert twin.extra is None
+    copied = copy_of(block)
+    assert copied.bias is None
+    assert copied.extra is None
 
 
 def test_configuration_is_kept():
-    twin = copy_of(TransformerBlock(heads=4, eps=1e-3).eval())
-    assert (twin.attention.heads, twin.eps, twin.training) == (4, 1e-3, False)
+    copied = copy_of(TransformerBlock(heads=4, eps=1e-3).eval())
+    assert (copied.attention.heads, copied.eps, copied.training) == (4, 1e-3, False)
 
 
 def test_slots_are_all_named_parameters():
@@ -115,7 +115,7 @@ def test_slots_are_all_named_parameters():
     assert sorted(names(block)) == sorted(name for name, _ in block.named_parameters())
 
 
-def test_slots_do_not_depend_on_the_order_in_which_a_layer_got_its_tensors():
+def test_slots_do_not_depend_on_registration_order():
     """A host that fills empty layers from a file registers them in the file's order."""
     block, other = TransformerBlock(), TransformerBlock()
     for layer in other.modules():

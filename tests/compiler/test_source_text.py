@@ -130,7 +130,7 @@ def make(number):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Return what imports this text, or another one, as a module of its own."""
+    """Return a function that imports a text as a new module."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
 
@@ -155,7 +155,7 @@ def items(module):
 
 
 def write(module, text):
-    """Put another text in the place of what was imported, as an update does, later than that."""
+    """Overwrite a module's file with another text, with a later time, as an update does."""
     with open(module.__file__, "w", encoding="utf-8") as file:
         file.write(text)
     seconds = os.stat(module.__file__).st_mtime + 10
@@ -220,15 +220,15 @@ def refused(module):
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_a_file_that_an_update_has_changed_is_no_text_of_what_runs(module, edit):
+def test_updated_file_is_refused(module, edit):
     old = module()
     write(old, SOURCE.replace(*EDITS[edit]))
     assert refused(old)
-    assert refused(module(SOURCE.replace(*EDITS[edit]))) == [], "it is the text of what a new process runs"
+    assert refused(module(SOURCE.replace(*EDITS[edit]))) == [], "a new process runs this text"
 
 
 @pytest.mark.parametrize("edit", sorted(EDITS.keys() - ONLY_THE_FILE_TELLS))
-def test_an_update_that_brings_its_bytecode_is_seen_as_well(module, edit):
+def test_update_with_bytecode_is_refused(module, edit):
     old = module()
     write(old, SOURCE.replace(*EDITS[edit]))
     py_compile.compile(old.__file__, doraise=True)  # as pip does
@@ -236,7 +236,7 @@ def test_an_update_that_brings_its_bytecode_is_seen_as_well(module, edit):
 
 
 @pytest.mark.parametrize("edit", sorted(EDITS.keys() - ONLY_THE_FILE_TELLS))
-def test_a_file_of_the_same_time_and_size_is_seen_as_well(module, edit):
+def test_update_of_same_time_and_size_is_refused(module, edit):
     old = module()
     status = os.stat(old.__file__)
     write(old, SOURCE.replace(*EDITS[edit]))
@@ -244,14 +244,14 @@ def test_a_file_of_the_same_time_and_size_is_seen_as_well(module, edit):
     assert refused(old)
 
 
-def test_an_edit_that_changes_no_code_leaves_the_text_its_own(module):
+def test_edit_without_a_change_of_code_is_accepted(module):
     old = module()
     write(old, "# one line more\n\n" + SOURCE.replace("# a comment", "# another comment"))
     assert refused(old) == []
     assert "another comment" in running_source(old.plain)
 
 
-def test_what_was_looked_up_before_an_update_stays(module):
+def test_source_read_before_an_update_is_kept(module):
     old = module()
     source = read_source(old.Block)
     write(old, SOURCE.replace("return x + 1\n", "return x + 2\n"))
@@ -259,28 +259,28 @@ def test_what_was_looked_up_before_an_update_stays(module):
 
 
 @pytest.mark.parametrize("text", ["", "nonsense (", "\0", "é".encode("latin-1"), "def plain(): pass"])
-def test_a_file_that_is_no_python_any_more_is_no_text(module, text):
+def test_file_that_is_not_python_is_refused(module, text):
     old = module()
     with open(old.__file__, "wb") as file:
         file.write(text if isinstance(text, bytes) else text.encode())
     assert len(refused(old)) == len(items(old))
 
 
-def test_a_file_that_is_gone_is_no_text(module):
+def test_missing_file_is_refused(module):
     old = module()
     os.unlink(old.__file__)
     assert len(refused(old)) == len(items(old))
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(module):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_named_pipe_does_not_block(module):
     old = module()
     os.unlink(old.__file__)
     os.mkfifo(old.__file__)
     assert len(refused(old)) == len(items(old))
 
 
-def test_a_function_put_on_a_class_is_not_looked_for_in_its_text(module):
+def test_function_added_to_a_class_is_ignored(module):
     old, other = module(), module()
     expected = running_source(other.Block)
     old.Block.forward = lambda self, x: x
@@ -288,7 +288,7 @@ def test_a_function_put_on_a_class_is_not_looked_for_in_its_text(module):
     assert running_source(old.Block) == expected
 
 
-def test_a_function_whose_code_was_replaced_is_looked_up_anew(module):
+def test_replaced_code_is_looked_up_again(module):
     old = module()
     assert running_source(old.plain).startswith("def plain")
     old.plain.__code__ = old.closing.__code__
@@ -296,7 +296,7 @@ def test_a_function_whose_code_was_replaced_is_looked_up_anew(module):
     assert running_source(old.plain).startswith("def closing")
 
 
-def test_what_has_no_file_has_the_text_of_who_ran_it():
+def test_code_without_a_file_comes_from_linecache():
     text = "class Cell:\n    def forward(self, x):\n        return x + 1\n"
     namespace = {"__name__": "a_notebook"}
     exec(compile(text, "<cell 1>", "exec", dont_inherit=True), namespace)
@@ -311,7 +311,7 @@ def test_what_has_no_file_has_the_text_of_who_ran_it():
 
 
 @pytest.mark.parametrize("item", [int, types.SimpleNamespace, functools.partial])
-def test_what_python_itself_brings_without_text_is_refused(item):
+def test_builtins_are_refused(item):
     with pytest.raises(OSError, match=r"."):
         running_source(item)
 
@@ -325,7 +325,7 @@ def test_a_file_is_read_and_compiled_once(module, monkeypatch):
     assert compiled == [old.__file__]
 
 
-def test_without_cached_bytecode_the_code_itself_is_compared(module, monkeypatch):
+def test_code_is_compared_without_cached_bytecode(module, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     old = module()
     assert not os.path.exists(importlib.util.cache_from_source(old.__file__))

@@ -9,7 +9,7 @@ from compiled_graphs.compiler.gpu_functions import cat_by_tokens
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.signature import Unsupported
 from compiled_graphs.compiler.skeleton import tensor_slots
-from compiled_graphs.compiler.trace import _limits, export_region
+from compiled_graphs.compiler.trace import _index_limits, export_region
 from networks import (
     ConvolutionNetwork,
     DictBlock,
@@ -37,7 +37,7 @@ def run(exported, block, *inputs):
     return exported.spec.rebuild([output for output in outputs if output is not None])
 
 
-def test_a_graph_computes_the_region_from_any_weights_and_sizes():
+def test_graph_takes_any_weights_and_sizes():
     exported = export(ConvolutionNetwork())
     for batch, height, width in ((1, 5, 9), (4, 8, 8)):
         block = ConvolutionNetwork(depth=1).blocks[0]
@@ -45,7 +45,7 @@ def test_a_graph_computes_the_region_from_any_weights_and_sizes():
         torch.testing.assert_close(run(exported, block, x, emb), block(x, emb))
 
 
-def test_every_weight_is_an_input_by_name_and_nothing_is_a_constant():
+def test_weights_are_inputs_and_nothing_is_a_constant():
     exported = export(transformer())
     block = TransformerBlock()
     assert exported.spec.weight_names == tuple(name for name, _ in tensor_slots(block))
@@ -69,7 +69,7 @@ def test_a_size_shared_by_inputs_is_one_symbol():
     assert not spec.fits(shapes((5, 8, 7, 9), (4, 12)))
 
 
-def test_what_tracing_relied_on_becomes_a_guard():
+def test_assumption_of_the_trace_becomes_a_guard():
     class Halves(TransformerBlock):
         def forward(self, x):
             top, bottom = x.unflatten(1, (2, -1)).unbind(1)
@@ -81,9 +81,9 @@ def test_what_tracing_relied_on_becomes_a_guard():
     assert not spec.fits(shapes((2, 102, 16)))
 
 
-def test_a_tensor_of_more_values_than_32_bits_count_is_none_for_a_graph_of_a_gpu():
+def test_gpu_graph_refuses_tensors_beyond_32_bit_indices():
     exported = export(ConvolutionNetwork())
-    spec = replace(exported.spec, guards=_limits(exported.program))
+    spec = replace(exported.spec, guards=_index_limits(exported.program))
     side = 2**14
     for batch, height, fits in ((1, side // 2, True), (2, side // 2, False), (1, side - 1, True), (1, side, False)):
         size = shapes((batch, 8, height, side), (batch, 12))
@@ -172,14 +172,14 @@ def test_a_tensor_outside_of_the_weights_is_refused_by_name():
         export(network)
 
 
-def test_context_is_the_hosts_stand_in_for_what_the_code_can_look_up():
+def test_context_argument_is_the_hosts_placeholder():
     asked = []
 
     class Program(Host):
         context_arguments = frozenset({"host_options"})
 
-        def stand_in(self, name, literals, hooks):
-            asked.append((name, "block_patches" in literals))
+        def stand_in(self, name, strings, hooks):
+            asked.append((name, "block_patches" in strings))
             return {"block_patches": [torch.neg]}
 
     network = Stack(HostedBlock)
@@ -197,7 +197,7 @@ def test_a_size_that_differs_between_inputs_stays_two_symbols():
 
 
 class Caching(TransformerBlock):
-    """Keeps what it saw in a list of the caller's, as video decoders do between frames."""
+    """Stores its input in a list of the caller's, as video decoders do between frames."""
 
     def forward(self, x, cache):
         cache[0] = x
@@ -210,7 +210,7 @@ class Popping(TransformerBlock):
 
 
 @pytest.mark.parametrize("block", [Caching, Popping])
-def test_a_region_that_writes_to_a_list_it_is_given_is_refused(block):
+def test_region_that_writes_to_a_given_list_is_refused(block):
     def call_cached(network, at):
         (x,) = network.inputs(at)
         for child in network.blocks:
@@ -221,7 +221,7 @@ def test_a_region_that_writes_to_a_list_it_is_given_is_refused(block):
 
 
 class JoiningBlock(nn.Module):
-    """Relies on the layout that torch gives what it joins, where a form for GPUs has another."""
+    """Relies on the layout of `torch.cat`'s result, which the decomposition for GPUs changes."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -233,11 +233,11 @@ class JoiningBlock(nn.Module):
 
 
 def joined_by_tokens(monkeypatch):
-    """Have traces on a CPU take the form that traces for GPUs take."""
+    """Have traces on a CPU use the decomposition that traces for GPUs use."""
     monkeypatch.setattr(gpu_functions, "_cat_on_gpu", lambda tensors, dim: cat_by_tokens(tensors))
 
 
-def test_code_that_a_form_for_gpus_breaks_is_traced_as_it_stands(monkeypatch, caplog):
+def test_failing_decomposition_is_left_out(monkeypatch, caplog):
     caplog.set_level("INFO")
     joined_by_tokens(monkeypatch)
     exported, block, x = export(Stack(JoiningBlock)), JoiningBlock(), torch.randn(3, 5, 16)
@@ -245,7 +245,7 @@ def test_code_that_a_form_for_gpus_breaks_is_traced_as_it_stands(monkeypatch, ca
     assert "JoiningBlock (blocks.0) is traced with torch's own functions" in said(caplog)[0]
 
 
-def test_what_cannot_be_traced_either_way_raises_its_own_error(monkeypatch):
+def test_untraceable_code_raises_its_own_error(monkeypatch):
     class Failing(JoiningBlock):
         def forward(self, x):
             super().forward(x)

@@ -1,4 +1,4 @@
-"""Whatever code remembers while it is called ahead of time, it has forgotten afterwards."""
+"""Code that runs ahead of time leaves nothing behind in caches, globals and objects."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Shared:
 
 
 class Remembering(nn.Module):
-    """A network that remembers in every way that has been seen."""
+    """A network that caches results in every way that real networks do."""
 
     made = 0
 
@@ -115,7 +115,7 @@ WAYS = ["lru_cache", "cache", "closure", "global dict", "global deque", "shared 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_looking_ahead_leaves_nothing(registry, way):
+def test_probe_leaves_nothing_behind(registry, way):
     network = Remembering()
     compiled = install(network, registry)
     compiled.prepare(call_with(way=way), name="forward")
@@ -131,7 +131,7 @@ def test_looking_ahead_leaves_nothing(registry, way):
     torch.testing.assert_close(network(x), plain(x))
 
 
-def test_what_was_remembered_before_stays():
+def test_earlier_cache_entries_stay():
     GRIDS[5] = before = torch.arange(5)
     try:
         with untouched(Remembering(), Host()):
@@ -141,7 +141,7 @@ def test_what_was_remembered_before_stays():
         GRIDS.clear()
 
 
-def test_what_fails_is_put_back_too():
+def test_changes_are_undone_after_an_error():
     def remember_and_fail():
         with untouched(Remembering(), Host()):
             GRIDS[7] = torch.arange(7)
@@ -152,7 +152,7 @@ def test_what_fails_is_put_back_too():
     assert not GRIDS
 
 
-def test_random_numbers_go_on_where_they_were():
+def test_random_states_are_restored():
     def draw():
         return random.random(), numpy.random.rand(), torch.rand(1).item()
 
@@ -164,7 +164,7 @@ def test_random_numbers_go_on_where_they_were():
     assert draw() == expected
 
 
-def test_looking_ahead_beside_a_call_waits_for_it_and_calls_wait_for_it():
+def test_exclusive_turn_waits_for_a_running_call():
     turns, order, inside, go = _Turns(), [], threading.Event(), threading.Event()
 
     def look_ahead():

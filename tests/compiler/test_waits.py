@@ -1,4 +1,4 @@
-"""Operators that wait for a device, noticed without a recording of them."""
+"""Operators that sync with a device are found in an ordinary call, without a capture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def found(function):
         (lambda x: x.repeat_interleave((x[0] + 1).long(), 1), "repeat_interleave"),
     ],
 )
-def test_operators_whose_values_python_needs(function, operator):
+def test_sync_operators_are_found(function, operator):
     assert found(function) == f"aten.{operator}"
 
 
@@ -44,24 +44,24 @@ def test_operators_whose_values_python_needs(function, operator):
         lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
     ],
 )
-def test_operators_that_do_not_wait(function):
+def test_other_operators_are_not_found(function):
     assert found(function) == ""
 
 
-def test_what_happens_on_another_device_is_nobodys_business():
+def test_sync_on_another_device_is_ignored():
     with WaitWatch(torch.device("meta")) as watch:
         torch.ones(3).sum().item()
         torch.empty(3, device="meta").sum()
     assert watch.found == ""
 
 
-def test_a_copy_from_one_device_to_another():
+def test_copy_between_devices_is_a_sync():
     with WaitWatch(torch.device("meta")) as watch:
         torch.ones(3).to("meta")
     assert watch.found == "aten._to_copy"
 
 
-def test_the_first_is_kept_and_results_are_the_operators():
+def test_first_sync_is_kept_and_results_are_unchanged():
     with WaitWatch(DEVICE) as watch:
         numbers = torch.ones(3, device=DEVICE)
         assert numbers.sum().item() == 3

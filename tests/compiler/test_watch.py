@@ -1,6 +1,6 @@
-"""Whatever can change a block's result after its graph was made is seen before the next sampling.
+"""Every change that can affect a block's result is noticed before the next sampling.
 
-Each case changes one thing of a compiled network and of an uncompiled copy of it: the results must stay the same.
+Each case makes one change to a compiled network and to an uncompiled copy. Their results must stay equal.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ CHANGES = {
 
 @pytest.fixture
 def pair(registry):
-    """A compiled network that has run, and an equal one that is not compiled."""
+    """Return a compiled network, an equal one that is not compiled, and the compiled model."""
     torch.manual_seed(3)
     network = Network()
     reference = copy.deepcopy(network)
@@ -176,7 +176,7 @@ def pair(registry):
         network.get_submodule(path).__dict__.pop("forward", None)
     network.forward = entrance = Entrance(network, "forward", None, compiled)
     entrance.install_while_running(forwards)
-    compiled.prepare(lambda twin, at: Network.forward(twin, *network.inputs(at)))
+    compiled.prepare(lambda copied, at: Network.forward(copied, *network.inputs(at)))
     assert compiled.summary().compiled == 1
     return network, reference, compiled
 
@@ -298,9 +298,9 @@ def test_a_compiled_network_is_pickled_as_it_was(pair):
     for block in network.blocks:
         for name in ("closure", "partial", "reference"):
             block[0].__dict__.pop(name, None)
-    twin = pickle.loads(pickle.dumps(network))
-    assert twin.forward.__self__ is twin
-    assert twin.forward.__func__ is Network.forward
+    copied = pickle.loads(pickle.dumps(network))
+    assert copied.forward.__self__ is copied
+    assert copied.forward.__func__ is Network.forward
 
 
 @pytest.mark.parametrize(
