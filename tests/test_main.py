@@ -171,7 +171,7 @@ def test_verify_says_what_is_wrong_with_each_file(store, tmp_path, capsys):
     assert sorted(said) == ["9", "d", "f"]
     assert "damaged" in said["d"]
     assert "not made on this machine" in said["f"]
-    assert "another graph than its name" in said["9"]
+    assert "not hold the graph that its name says" in said["9"]
     assert total.endswith("; 3 bad")
     assert names(store) == "9abdf"
 

@@ -708,7 +708,7 @@ def test_who_has_waited_long_goes_on_without_the_lock(store, monkeypatch, caplog
         assert said(caplog) == []
         with FolderStore(store.folder).exclusive("0123"):
             (message,) = said(caplog)
-            assert "compiling beside it" in message
+            assert "compiles without waiting" in message
         with FolderStore(store.folder).exclusive("0123"):
             assert len(said(caplog)) == 2
 

@@ -127,7 +127,7 @@ few.run("a", [weight, image(0)])
 tell(resets=few.resets, said=said, other=other(flow.ones(2)).numpy().tolist())
 del other
 """)
-    assert "what others use of OneFlow" in told.pop("said")
+    assert "while other code uses it" in told.pop("said")
     assert told == {"resets": 0, "other": [2.0, 2.0]}
 
 
