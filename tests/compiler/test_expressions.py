@@ -1,4 +1,4 @@
-"""Expressions over a graph's symbols, against what Python makes of them."""
+"""Expressions over a graph's symbols have the values that Python gives them."""
 
 from __future__ import annotations
 
