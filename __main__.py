@@ -26,7 +26,7 @@ MEGABYTE = 10**6
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; the result is the exit status."""
+    """Run a command. Return its exit status."""
     options = _parser().parse_args(arguments)
     return options.run(options)
 
@@ -34,12 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compiled_graphs")
     commands = parser.add_subparsers(required=True, dest="command")
-    doctor = commands.add_parser("doctor", help="say what this machine has of what compiling needs, and the remedies")
+    doctor = commands.add_parser("doctor", help="check what compiling needs here, and say what to do about the rest")
     doctor.set_defaults(run=_doctor)
-    trust = commands.add_parser("trust", help="let this machine run the graphs of a file that another one made")
+    trust = commands.add_parser("trust", help="let this machine run the graphs of a file that another machine made")
     trust.add_argument("file", type=Path)
     trust.set_defaults(run=_trust)
-    store = commands.add_parser("store", help="look after the compiled graphs that this machine keeps")
+    store = commands.add_parser("store", help="list, check and remove the compiled graphs that this machine keeps")
     store.set_defaults(run=_store)
     actions = store.add_subparsers(required=True, dest="action")
     place = argparse.ArgumentParser(add_help=False)
@@ -47,17 +47,17 @@ def _parser() -> argparse.ArgumentParser:
         "--store", metavar="PLACE", help="folder or URL; by default COMPILED_GRAPHS_STORE, or ComfyUI's user folder"
     )
     for action, text in (
-        (_list, "say which graphs there are"),
-        (_verify, "read every graph and say which are bad"),
+        (_list, "list the graphs"),
+        (_verify, "read every graph and report the bad ones"),
         (_prune, "remove damaged graphs, and the least recently used ones above the limit"),
         (_clear, "remove all graphs"),
     ):
         command = actions.add_parser(action.__name__.strip("_"), help=text, parents=[place])
         command.set_defaults(act=action)
         if action is _prune:
-            default = "by default COMPILED_GRAPHS_STORE_LIMIT, or what ComfyUI's settings say"
+            default = "by default COMPILED_GRAPHS_STORE_LIMIT, or the limit in ComfyUI's settings"
             command.add_argument("--limit", metavar="GB", type=gigabytes, help=default)
-    backends = commands.add_parser("backends", help="say which compilers can be used here, and of others why not")
+    backends = commands.add_parser("backends", help="list the compilers that can be used here, and why others cannot")
     backends.set_defaults(run=_backends)
     return parser
 
@@ -117,11 +117,11 @@ def _open(place: str | None) -> FolderStore | UrlStore:
     if not place:
         folder = user_folder / "compiled_graphs"
         if not folder.is_dir():
-            raise StoreError("Where are the graphs? Say it with --store PLACE, a folder or a URL.")
+            raise StoreError("Where are the graphs? Name the folder or URL with --store PLACE.")
         place = str(folder)
     store = open_store(place)
     if isinstance(store, FolderStore) and not store.folder.is_dir():
-        raise StoreError(f"The store {place} is not there, or is not a folder.")
+        raise StoreError(f"The store {place} does not exist, or it is not a folder.")
     limit = store_limit(user_folder)
     if limit is not None:
         store.limit = limit
@@ -166,7 +166,7 @@ def _clear(store: FolderStore | UrlStore, entries: list[StoreEntry], options: ar
 
 
 def _fault(store: FolderStore | UrlStore, entry: StoreEntry) -> OSError | GraphFileError | None:
-    """What is wrong with a file: it cannot be read, is foreign, is damaged, or is another graph's."""
+    """Return what is wrong with a file, or None. It may be unreadable, foreign, damaged, or hold another graph."""
     try:
         store.read_graph(entry.name)
     except (OSError, GraphFileError) as error:

@@ -1,4 +1,4 @@
-"""Work that goes on while a model runs: one job after another, on a thread that ends when there are none left."""
+"""Background jobs run one after another while a model runs. Their thread ends when no job is left."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Jobs by name; one that waits or runs already is not taken again."""
+    """A queue of named jobs. A job that waits or runs already is not added again."""
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None, host: Host | None = None) -> None:
-        """`on_idle` is called on the thread whenever no job is left."""
+        """`on_idle` is called on the queue's thread whenever no job is left."""
         self._on_idle = on_idle
         self._host = host or Host()
         self._jobs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
@@ -25,7 +25,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, name: Hashable, job: Callable[[], None]) -> None:
-        """Have a job done later. What it raises is logged."""
+        """Queue a job. What it raises is logged."""
         with self._lock:
             if name in self._jobs:
                 return
@@ -40,7 +40,7 @@ class Background:
         return bool(self._jobs)
 
     def wait(self, check: Callable[[], None] = lambda: None, every: float = 0.1) -> None:
-        """Return when all jobs are done. `check` is called meanwhile, and what it raises ends the waiting."""
+        """Return when all jobs are done. `check` is called every `every` seconds; what it raises ends the wait."""
         while self.is_busy:
             check()
             time.sleep(every)
@@ -50,7 +50,7 @@ class Background:
             name, job = item
             try:
                 job()
-            except BaseException as error:  # a thread has nobody to raise to
+            except BaseException as error:  # nobody could catch it outside of this thread
                 if self._host.is_cancellation(error):
                     self._wait_for_prompt()
                     continue
@@ -61,7 +61,7 @@ class Background:
         self._on_idle()
 
     def _wait_for_prompt(self, every: float = 0.05) -> None:
-        """Hand on a cancellation that is for a prompt; the job is done again when that has ended."""
+        """Hand back a cancellation that was meant for a prompt. When the prompt has ended, the job runs again."""
         self._host.give_back_cancellation()
         while self._host.is_cancelled():
             time.sleep(every)

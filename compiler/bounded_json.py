@@ -1,4 +1,4 @@
-"""JSON that anybody may have written, read in bounded time and memory."""
+"""Reading JSON from unknown authors in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy
 
 MAX_DEPTH = 16
 MAX_CONTAINERS = 2**18
-"""Lists and objects: some 60 bytes each in Python, and three bytes in a file."""
+"""Lists and objects. Each takes some 60 bytes in Python, and only three bytes in a file."""
 MAX_VALUES = 2**20
 MAX_DIGITS = 20
-"""Of one number: Python's time for reading an integer grows with the square of its length."""
+"""Digits of one number. Python's time for reading an integer grows with the square of its length."""
 
 
 def parse(text: bytes) -> Any:
-    """Return what UTF-8 JSON says. The caller bounds its length; 8 MB take less than a second.
+    """Return the value of UTF-8 JSON. The caller bounds its length. 8 MB take less than a second.
 
-    Raises ValueError, with a sentence for people and nothing of the text in it.
+    Raises ValueError with a predicate for people, such as "is not JSON", which quotes nothing of the text.
     """
     _measure(text)
     try:
@@ -28,7 +28,7 @@ def parse(text: bytes) -> Any:
 
 
 def _measure(text: bytes) -> None:
-    """Look at the brackets before the parser does, which recurses and makes an object for each."""
+    """Count the brackets before the parser sees them: it recurses and makes an object for each pair."""
     if text.count(b",") > MAX_VALUES:
         raise ValueError("has more values than any graph file's")
     symbols = numpy.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=numpy.uint8)

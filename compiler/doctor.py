@@ -1,7 +1,7 @@
-"""What this machine has of what compiling needs, and what to do about the rest: one fact a line.
+"""The doctor says what compiling needs, whether this machine has it, and what to do if not: one fact per line.
 
-Every check looks and changes nothing. Some ask other programs and may take a second, so a server asks off its event
-loop. What only a host knows comes in as `Surroundings`; ComfyUI's are in `hosts/comfy_doctor.py`.
+The checks only look and change nothing. Some of them ask other programs and may take a second, so a server runs them
+off its event loop. `Surroundings` holds what only a host knows. ComfyUI's are made in `hosts/comfy_doctor.py`.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from .trust import KEY_BYTES, Trust
 PATIENCE = 10.0
 """Seconds that another program may take to answer."""
 C_COMPILERS = ("gcc", "clang")
-"""What Triton looks for, beside the environment variable CC."""
+"""Triton looks for these if the environment variable CC names none."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     text: str
-    """What was found, without a full stop."""
+    """What the check found, without a full stop."""
     ok: bool = True
     remedy: str = ""
-    """What to do, in sentences; empty where nothing is wrong."""
+    """What to do, in sentences. Empty if nothing is wrong."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a host knows of itself."""
+    """The facts that only a host knows."""
 
     device: torch.device
-    """Where models run."""
+    """The device that models run on."""
     store: str
     """Folder or URL of the compiled graphs."""
     host: str = ""
-    """The host's version and place in words; empty if there is none."""
+    """The host's version and place in words. Empty if there is no host."""
     extensions: tuple[Path, ...] = ()
-    """Folders of everything that is installed beside this package."""
+    """Folders of all extensions that are installed beside this package."""
 
 
 def examine(around: Surroundings) -> list[Fact]:
-    """Return every fact, in the order in which things build on one another.
+    """Return every fact. Each one comes after those that it depends on.
 
-    A check that fails itself is a fact as well: what is broken must not hide the rest.
+    A check that raises becomes a fact as well, so that one broken part does not hide the others.
     """
-    facts = [_asked(name, check, around) for name, check in _CHECKS.items()]
-    return facts + [_asked(name, _backend, around, name) for name in BACKENDS] + _other_compilers(around)
+    facts = [_run_check(name, check, around) for name, check in _CHECKS.items()]
+    return facts + [_run_check(name, _backend, around, name) for name in BACKENDS] + _other_compilers(around)
 
 
 def usual_device() -> torch.device:
@@ -74,13 +74,13 @@ def usual_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _asked(name: str, check: Callable[..., Fact], *arguments: object) -> Fact:
+def _run_check(name: str, check: Callable[..., Fact], *arguments: object) -> Fact:
     try:
         return check(*arguments)
     except Exception as error:  # drivers and half-installed packages fail in their own ways
         text = str(error).strip().splitlines()
-        told = f"could not be examined ({type(error).__name__}{': ' + text[0] if text else ''})"
-        return Fact(name, told, False, "Install it again, or report this line.")
+        found = f"could not be examined ({type(error).__name__}{': ' + text[0] if text else ''})"
+        return Fact(name, found, False, "Install it again, or report this line.")
 
 
 def _torch(around: Surroundings) -> Fact:
@@ -100,7 +100,7 @@ def _gpu(around: Surroundings) -> Fact:
         drivers = [f"driver {version}" for version in _nvidia("driver_version")[:1]]
         return Fact("GPU", ", ".join([_described(device), *drivers]))
     if device.type != "cpu":
-        remedy = "On it models run as they do without these nodes; graphs are for NVIDIA and AMD GPUs and for CPUs."
+        remedy = "Models run on it as they do without these nodes. Graphs need an NVIDIA or AMD GPU, or a CPU."
         return Fact("GPU", f"{device.type}, for which there are no graphs", False, remedy)
     names = _nvidia("name")
     if not names:
@@ -118,7 +118,7 @@ def _described(device: torch.device) -> str:
 
 
 def _nvidia(field: str) -> list[str]:
-    """Return what NVIDIA's driver says of each GPU, or nothing where it does not answer."""
+    """Return what NVIDIA's driver says about each GPU. The list is empty if the driver does not answer."""
     try:
         command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
@@ -139,7 +139,7 @@ def _triton(around: Surroundings) -> Fact:
 
 
 def _triton_compiles() -> bool:
-    """Whether Triton runs a C compiler on this machine, for what calls its kernels. On Windows it brings one."""
+    """Whether Triton runs this machine's C compiler to build kernel launchers. On Windows Triton brings its own."""
     if os.name == "nt":
         return False
     try:
@@ -160,8 +160,8 @@ def _compiler(around: Surroundings) -> Fact:
     named = os.environ.get("CC")
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, C_COMPILERS)), None)
     if found is None:
-        told = f"CC is {named}, which is not there" if named else "no C compiler was found"
-        return Fact("compiler", told, False, "Triton needs one: install gcc or clang, or set CC to one.")
+        text = f"CC is {named}, which is not there" if named else "no C compiler was found"
+        return Fact("compiler", text, False, "Triton needs one: install gcc or clang, or set CC to one.")
     return Fact("compiler", found)
 
 
@@ -184,13 +184,13 @@ def _headers(around: Surroundings) -> Fact:
     if not needed:
         return Fact("Python headers", "not needed")
     remedy = "Install the python3-dev package of this Python."
-    if os.name == "nt":  # the Python of ComfyUI's portable build comes without
+    if os.name == "nt":  # the Python of ComfyUI's portable build has none
         remedy = "Copy the folders Include and libs from an installed Python of the same version."
     return Fact("Python headers", f"{path} is not there", False, remedy)
 
 
 def _backend(around: Surroundings, name: str) -> Fact:
-    """The verdict on a compiler. Inductor is needed; the others are there for those who choose them."""
+    """Return the fact about a backend. Only Inductor is needed: a backend that nobody chose may be missing."""
     backend = BACKENDS[name]
     reason = backend.available(around.device)
     if reason is None:
@@ -237,17 +237,17 @@ def _key(around: Surroundings) -> Fact:
     if size != KEY_BYTES:
         return Fact("key file", f"{path} is not a key", False, "Remove it, and a new one is made.")
     if os.name != "nt" and stat.S_IMODE(status.st_mode) & 0o077:
-        told = f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+        text = f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
         remedy = f"chmod 600 {shlex.quote(str(path))}, or remove it if somebody may have copied it: a new one is made."
-        return Fact("key file", told, False, remedy)
+        return Fact("key file", text, False, remedy)
     return Fact("key file", f"{path}, {len(trust.trusted_digests())} trusted files")
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Return why nothing can be written to a folder, which need not be there yet, or None. Leaves nothing behind."""
-    there = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+    """Return why nothing can be written to a folder, or None. The folder need not exist. Leaves nothing behind."""
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
         return error.strerror or str(error)
@@ -264,22 +264,22 @@ _CHECKS: dict[str, Callable[[Surroundings], Fact]] = {
     "key file": _key,
 }
 
-_LATER_DECIDES = "of its torch.compile nodes and Compile Model, the later one in a branch decides"
-_ONE_OF_TWO = "what it compiled stays its own; use it or Compile Model in a branch, not both"
+_LATER_DECIDES = "in each branch, the later one of its torch.compile nodes and Compile Model decides"
+_ONE_OF_TWO = "it keeps the models that it compiled; use either it or Compile Model in a branch"
 _COMPILING_EXTENSIONS = {
     "kjnodes": ("KJNodes", _LATER_DECIDES),
     "wavespeed": ("WaveSpeed", f"{_LATER_DECIDES}; its first block cache works with both"),
     "teacache": ("TeaCache", _LATER_DECIDES),
     "torchcompile": ("torch.compile", _LATER_DECIDES),
-    "onediff": ("OneDiff", "nodes under its ids are its own, not ours"),
+    "onediff": ("OneDiff", "nodes with its ids come from it, not from this package"),
     "tensorrt": ("TensorRT", _ONE_OF_TWO),
     "stablefast": ("stable-fast", _ONE_OF_TWO),
 }
-"""Part of a folder's name, in lower case and without separators: what people call it, and how the two get along."""
+"""For part of a folder's name, in lower case and without separators: the extension's name, and how it works with us."""
 
 
 def _other_compilers(around: Surroundings) -> list[Fact]:
-    """Say which other extensions here compile models; they are known by their folders' names."""
+    """Return a fact for each other extension here that compiles models. Their folders' names identify them."""
     folders = [path for path in around.extensions if path.suffix.lower() != ".disabled"]
     facts = []
     for part, (title, text) in _COMPILING_EXTENSIONS.items():

@@ -1,4 +1,4 @@
-"""What an error says, for people."""
+"""Turning errors and foreign text into one line for people."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text that cannot steer a terminal nor break what prints it, as names in a foreign file could."""
+    """Return text without control characters: a foreign file's names could steer a terminal or break its lines."""
     return "".join(character if character.isprintable() else "?" for character in text)

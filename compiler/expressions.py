@@ -1,6 +1,6 @@
-"""Sizes and guards of a graph as Python expressions over its symbols, computed without running them as code.
+"""Sizes and guards of a graph are Python expressions over its symbols. They are evaluated without running code.
 
-Tracing writes them (`torch.utils._sympy.printers.PythonPrinter`), and graph files carry them.
+Tracing writes them (`torch.utils._sympy.printers.PythonPrinter`), and graph files contain them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _FUNCTIONS = {"max": max, "min": min, "round": round, "abs": abs}
 def evaluate(expression: str, symbols: Mapping[str, int]) -> Any:
     """Return the value of an expression.
 
-    Raises ValueError for what is no such expression, NameError for a name that has no value, and what Python raises
-    for values that do not go together.
+    Raises ValueError if tracing would not write such an expression, and NameError for a name without a value. Also
+    raises what Python raises for operands that do not fit.
     """
     return _value(_parsed(expression), symbols)
 
@@ -53,7 +53,7 @@ def _parsed(expression: str) -> ast.expr:
     try:
         return ast.parse(expression.strip(), mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{expression!r} is no expression") from error
+        raise ValueError(f"{expression!r} is not an expression") from error
 
 
 def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
@@ -79,7 +79,7 @@ def _value(node: ast.expr, symbols: Mapping[str, int]) -> Any:
             return all(_COMPARISONS[type(op)](*values[i : i + 2]) for i, op in enumerate(ops))
         case ast.Call(func=function, args=arguments, keywords=[]):
             return _function(function)(*(_value(argument, symbols) for argument in arguments))
-    raise ValueError(f"{ast.unparse(node)!r} is nothing that tracing writes")
+    raise ValueError(f"{ast.unparse(node)!r} is not an expression that tracing writes")
 
 
 def _function(node: ast.expr) -> Any:
@@ -90,4 +90,4 @@ def _function(node: ast.expr) -> Any:
             return getattr(math, name)
         case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name.startswith("sym_"):
             return getattr(torch, name)
-    raise ValueError(f"{ast.unparse(node)!r} is no function that tracing uses")
+    raise ValueError(f"{ast.unparse(node)!r} is not a function that tracing uses")

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and files that are read no further than they may be."""
+"""Writing files whole or not at all, and reading files within bounds."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import BinaryIO
 
 STORE = "store"
 SAVED = "saved"
-"""Who writes: each removes partial files of its own, and nobody else's in a folder that they share."""
+"""The kinds of writer. In a shared folder each of them removes only its own partial files."""
 PARTIAL_AGE = 3600.0
-"""Seconds after which nobody is still writing a partial file."""
+"""Seconds. Nobody still writes to a partial file that is older."""
 _PARTIAL = ".compiled_graphs.partial"
 
 
 def write_whole(path: Path, data: bytes, writer: str = SAVED) -> None:
-    """Replace a file by these bytes: a reader, or a crash at any moment, meets the old file or the new one.
+    """Replace a file by these bytes. A reader finds the old file or the new one, even after a crash at any moment.
 
-    Removes what this writer's killed processes left in the folder. Raises OSError.
+    Also removes the partial files that killed processes of this writer left in the folder. Raises OSError.
     """
     _sweep(path.parent, writer)
     _place(path, data, os.replace, writer)
 
 
 def create_whole(path: Path, data: bytes) -> None:
-    """Create a file that only its owner can read, unless it is there: of several processes the first one wins.
+    """Create a file that only its owner can read, unless it exists. If several processes do so, the first one wins.
 
-    On a file system without hard links (exFAT, some network folders) it may be the last one.
+    On a file system without hard links (exFAT, some network folders) the last one may win. Raises OSError.
     """
     try:
         _place(path, data, os.link, SAVED)
@@ -44,12 +44,12 @@ def create_whole(path: Path, data: bytes) -> None:
 
 
 def is_partial(name: str, writer: str) -> bool:
-    """Whether this is the name of a writer's file not yet in its place, which a killed process leaves behind."""
+    """Whether this is the name of a writer's partial file, such as a killed process leaves behind."""
     return re.fullmatch(rf"\.{writer}-\w+{re.escape(_PARTIAL)}", name) is not None
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, also for a pipe or a device, whose reader would wait for a writer."""
+    """Open a file for reading. Raises OSError, also for a pipe or a device: reading one could wait for a writer."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -61,11 +61,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Return a file's bytes. Raises OSError, also if there are more than `most`, of which no more are read."""
+    """Return a file's bytes. Raises OSError, also if the file has more than `most` bytes. It never reads further."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(f"{path.name} has more than {most} bytes, which no file of its kind has")
+        raise OSError(f"{path.name} has more than {most} bytes, too many for a file of its kind")
     return data
 
 
@@ -81,12 +81,12 @@ def _sweep(folder: Path, writer: str) -> None:
 def _written(file: os.DirEntry) -> float:
     try:
         return file.stat(follow_symlinks=False).st_mtime
-    except OSError:  # another process has swept it
+    except OSError:  # another process has removed it
         return time.time()
 
 
 def _place(path: Path, data: bytes, move: Callable[[str, Path], None], writer: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{writer}-", suffix=_PARTIAL)  # 0600 by its contract
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{writer}-", suffix=_PARTIAL)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

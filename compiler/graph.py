@@ -1,4 +1,4 @@
-"""A compiled graph: a stateless function of (weights, inputs), and what it accepts."""
+"""A compiled graph is a stateless function of (weights, inputs). Its spec says what it accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .options import decode_writes
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
-# A size that gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
+# A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
 _SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
 
 
@@ -35,14 +35,14 @@ class InputSpec:
     """One tensor of a region's call."""
 
     sizes: tuple[int | str, ...]
-    """A number where the size is fixed, an expression over the graph's symbols where it is not."""
+    """A fixed size is a number. Any other size is an expression over the graph's symbols."""
     dtype: str
     memory_format: str
-    """The layout the graph was compiled for, a key of `MEMORY_FORMATS`."""
+    """The memory format that the graph was compiled for: a key of `MEMORY_FORMATS`."""
     hints: tuple[int, ...] = ()
-    """Sizes of the example it was traced with."""
+    """Sizes of the example that the graph was traced with."""
     symbolic: tuple[bool, ...] = ()
-    """Which sizes tracing was asked to make symbols."""
+    """Whether tracing was asked to make each size a symbol."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class GraphSpec:
     """The contract of a graph: plain data, the same for every backend."""
 
     region: str
-    """Class of the region, for people."""
+    """Name of the region's class, for people."""
     device: str
     weights: tuple[WeightSpec, ...]
     inputs: tuple[InputSpec, ...]
     guards: tuple[str, ...]
-    """Relations between symbols that tracing relied on, and compilers rely on."""
+    """Relations between symbols that tracing and compilers rely on."""
     mutated: tuple[int, ...]
-    """Inputs the region writes to."""
+    """Indices of the inputs that the region writes to."""
     outputs: tuple[bool, ...]
-    """Per leaf of the region's result: a tensor, or None."""
+    """Whether each leaf of the region's result is a tensor. Any other leaf is None."""
     tree: str
     """Structure of the region's result, as `torch.utils._pytree.treespec_dumps` writes it."""
     reads: tuple[str, ...] = ()
     """Options that the code asked for and that the traced call did not have. Calls that have one run eagerly."""
     writes: str = ""
-    """What the code leaves in its call's options, as `options.encode_writes` writes it."""
+    """The values that the code leaves in its call's options, as `options.encode_writes` writes them."""
 
     def left_behind(self, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Return what a call with these input shapes leaves in its options."""
+        """Return the values that a call with these input shapes leaves in its options."""
         return decode_writes(self.writes, self._bind_symbols(shapes) or {})
 
     @cached_property
@@ -79,7 +79,7 @@ class GraphSpec:
 
     @cached_property
     def weight_names(self) -> tuple[str, ...]:
-        """The name of each weight in its region, by which calls match their weights to the graph's."""
+        """The name of each weight in its region. Calls match their weights to the graph's by these names."""
         return tuple(weight.name for weight in self.weights)
 
     @cached_property
@@ -103,13 +103,13 @@ class GraphSpec:
     def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
         """Return the symbols that are 1 in this call.
 
-        Tracing takes every symbol to be 2 or more, so a graph proven right at other sizes is not yet
-        proven right at these.
+        Tracing assumes that every symbol is 2 or more. A graph that is right at other sizes may be wrong at
+        these.
         """
         return frozenset(name for name, size in (self._bind_symbols(shapes) or {}).items() if size == 1)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Put output tensors back into the structure the region returns."""
+        """Put output tensors into the structure that the region returns."""
         supply = iter(tensors)
         return pytree.tree_unflatten([next(supply) if is_tensor else None for is_tensor in self.outputs], self._tree)
 
@@ -131,7 +131,7 @@ class GraphSpec:
 
 
 class Executable(Protocol):
-    """What a backend makes of a region: weights and inputs, flat and in order, to output tensors."""
+    """A backend's compiled form of a region. It takes weights and inputs, flat and in order."""
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]: ...
 
@@ -142,16 +142,16 @@ class Executable(Protocol):
 
 @dataclass(frozen=True)
 class GraphIdentity:
-    """What a graph is, wherever it lies: its key, what it was made for, and its contract."""
+    """The fields that identify a graph in memory and on disk: its key, what it was made for, and its contract."""
 
     key: str
     fingerprint: str
-    """Of the kind of region."""
+    """Fingerprint of the kind of region."""
     structure: str
-    """Text of the calls' structure."""
+    """The calls' structure, as text."""
     backend: str
     environment: Mapping[str, str]
-    """What the executable was built for, as `Backend.environment` gave it."""
+    """Versions and device that the executable was built for, as `Backend.environment` returned them."""
     spec: GraphSpec
 
     def identity(self) -> dict[str, Any]:
@@ -161,13 +161,13 @@ class GraphIdentity:
 
 @dataclass(frozen=True, eq=False)
 class CompiledGraph(GraphIdentity):
-    """A graph that can be called. Holds no weights."""
+    """A graph that can be called. It holds no weights."""
 
     executable: Executable
 
     @property
     def precision(self) -> torch.dtype | None:
-        """The dtype that it computes in, where its executable says that this is coarser than what it is given."""
+        """The dtype that the graph computes in, if that is coarser than its inputs. Otherwise None."""
         return getattr(self.executable, "precision", None)
 
     def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

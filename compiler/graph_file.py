@@ -1,8 +1,8 @@
-"""Graphs as bytes: a safetensors container with a signed JSON manifest and compressed blobs.
+"""A graph file is a safetensors container with a signed JSON manifest and compressed blobs.
 
-Reading the manifest executes nothing. A blob holds native code, so it is handed out only from a file that
-this machine signed or its owner trusts, and only after its digest has been compared; what anybody else
-wrote is at most a list of graphs that a model may want.
+Reading the manifest executes nothing. A blob holds native code. It is returned only from a file that this machine
+signed or its owner trusts, and only after its digest has been compared. From any other file this module reads only
+the manifest: a list of graphs that a model may want.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 MAX_FILE = 2 * 2**30
-"""Bytes."""
+"""Bytes of a whole file."""
 MAX_HEADER = 8 * 2**20
-"""Bytes."""
+"""Bytes of the safetensors header, which contains the manifest."""
 MAX_EXECUTABLE = 2**30
-"""Bytes of one graph, uncompressed; SDXL's have 6 MB on average."""
-MAX_SAID = 200
-"""Characters of a foreign file that a sentence repeats."""
+"""Bytes of one graph, uncompressed. SDXL's graphs have 6 MB on average."""
+MAX_QUOTED = 200
+"""Characters of a foreign file that a message may quote."""
 
 
 class GraphFileError(Exception):
-    """A file that cannot be used; the message is one sentence for people."""
+    """This file cannot be used. The message is one sentence for people."""
 
 
 class UntrustedFile(GraphFileError):
-    """A sound file whose blobs this machine has no reason to run."""
+    """The file is sound, but this machine did not sign it and its owner does not trust it."""
 
 
 @dataclass(frozen=True)
 class StoredGraph(GraphIdentity):
-    """A graph as it lies on disk."""
+    """A graph in the form that is written to disk."""
 
     executable: bytes
 
     @classmethod
     def of(cls, graph: CompiledGraph) -> StoredGraph:
-        """Return a compiled graph as it is stored. Raises what the backend raises if it cannot be."""
+        """Return the stored form of a compiled graph. Raises what the backend raises if it cannot be stored."""
         return cls(**graph.identity(), executable=graph.executable.to_bytes())
 
     def load(self, backend: Backend) -> CompiledGraph:
-        """Return the graph ready to run. Runs native code from `executable`, and raises what torch makes of it."""
+        """Return the graph ready to run. This runs native code from `executable`. Raises what torch raises."""
         return CompiledGraph(**self.identity(), executable=backend.load(self.executable, self.spec))
 
 
@@ -76,12 +76,12 @@ class Entry(GraphIdentity):
 
 
 def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
-    """Return a file with these graphs, each key once, signed by this machine.
+    """Return the bytes of a file with these graphs, each key once, signed by this machine.
 
-    Raises UnusableKey without a key, and GraphFileError if the file would be larger than one that is read.
+    Raises UnusableKey without a key, and GraphFileError if the file would be too large to be read again.
     """
     unique = list({graph.key: graph for graph in graphs}.values())
-    blobs = _side_by_side(lambda graph: zlib.compress(graph.executable), unique)
+    blobs = _map_in_threads(lambda graph: zlib.compress(graph.executable), unique)
     entries = [
         {
             **graph.identity(),
@@ -96,44 +96,45 @@ def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
     tensors = {graph.key: numpy.frombuffer(blob, dtype=numpy.uint8) for graph, blob in zip(unique, blobs, strict=True)}
     data = write_container(tensors, {"compiled_graphs": manifest, "signature": trust.sign(manifest.encode())})
     if len(data) > MAX_FILE or int.from_bytes(data[:8], "little") > MAX_HEADER:
-        raise GraphFileError(f"{len(unique)} graphs are too many for one file: save parts of the model apart")
+        raise GraphFileError(f"{len(unique)} graphs are too many for one file: save parts of the model separately")
     return data
 
 
 def read_manifest(source: bytes | BinaryIO) -> list[Entry]:
-    """Return what a file says it holds, whoever wrote it. Executes nothing.
+    """Return the graphs that a file claims to hold, whoever wrote it. Executes nothing.
 
-    `source` are a file's bytes, or the file, of which no more than the header is read. Raises GraphFileError, and
-    OSError if it cannot be read.
+    `source` is the bytes of a file, or an open file. Of an open file only the header is read. Raises GraphFileError,
+    and OSError if the file cannot be read.
     """
-    return _entries(_read_header(_opened(source)).manifest)
+    return _entries(_read_header(_as_file(source)).manifest)
 
 
 def read_graphs(source: bytes | BinaryIO, trust: Trust) -> list[StoredGraph]:
-    """Return the graphs of a file that this machine signed or its owner trusts; see `read_manifest` for `source`.
+    """Return the graphs of a file that this machine signed or its owner trusts. `source` is as in `read_manifest`.
 
-    Raises UntrustedFile if neither is so, before any blob is looked at, GraphFileError on damage, and OSError if it
-    cannot be read.
+    Raises UntrustedFile for any other file, before any blob is read. Raises GraphFileError on damage, and OSError if
+    the file cannot be read.
     """
-    file = _opened(source)
+    file = _as_file(source)
     header = _read_header(file)
     if problem := _distrust(trust, header, file):
         raise UntrustedFile(problem)
     entries = _entries(header.manifest)
     blobs = [_read_blob(file, header, entry) for entry in entries]
-    return _side_by_side(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
+    return _map_in_threads(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
 
 
 def read_or_list(source: bytes | BinaryIO, trust: Trust) -> tuple[list[StoredGraph], list[Entry]]:
-    """Return the graphs of a file, or if this machine may not run them, what they are; raises as `read_manifest`."""
+    """Return the graphs of a file, or their manifest entries if it is not trusted. Raises as `read_manifest` does."""
     try:
         return read_graphs(source, trust), []
     except UntrustedFile:
         return [], read_manifest(source)
 
 
-def _side_by_side(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """Hashing and compression let other threads run; one after another, SDXL's graphs take 4 s to write."""
+def _map_in_threads(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """Apply `work` in several threads: hashing and compression release Python's lock. In one thread, writing SDXL's
+    graphs takes 4 s."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(work, items))
 
@@ -143,14 +144,14 @@ class _Header:
     manifest: str
     signature: str
     places: Mapping[str, Any]
-    """The container's own fields of each blob, which nobody has signed."""
+    """The container's fields of each blob. They are not signed."""
     start: int
-    """Where the blobs begin in the file."""
+    """Offset in the file at which the blobs begin."""
     size: int
-    """Bytes of all blobs."""
+    """Bytes of all blobs together."""
 
 
-def _opened(source: bytes | BinaryIO) -> BinaryIO:
+def _as_file(source: bytes | BinaryIO) -> BinaryIO:
     return io.BytesIO(source) if isinstance(source, bytes) else source
 
 
@@ -174,12 +175,12 @@ def _read_header(file: BinaryIO) -> _Header:
     try:
         manifest, signature = _text(metadata["compiled_graphs"]), _text(metadata.get("signature", ""))
     except (TypeError, ValueError):
-        raise GraphFileError("the file's header holds what is no text") from None
+        raise GraphFileError("the file's header holds something that is not text") from None
     return _Header(manifest, signature, fields, 8 + length, total - 8 - length)
 
 
 def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> str | None:
-    """Return why this machine has no reason to run a file, or None."""
+    """Return why this machine must not run a file's graphs, or None if it may."""
     problem = "the file was not made on this machine, and its owner has not trusted it"
     try:
         if trust.signed(header.manifest.encode(), header.signature):
@@ -190,15 +191,15 @@ def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> str | None:
 
 
 def _read_blob(file: BinaryIO, header: _Header, entry: Entry) -> bytes:
-    """Read a graph's blob. What is signed bounds its size: zlib adds less than a thousandth to what it cannot pack."""
+    """Read a graph's blob. The signed size bounds it: zlib adds less than a thousandth to data it cannot compress."""
     begin, end = _place(header.places.get(entry.key), header.size)
     if end - begin > entry.size + entry.size // 1000 + 64:
-        raise GraphFileError(f"the file is damaged (the graph of {_said(entry.spec.region)} has another size)")
+        raise GraphFileError(f"the file is damaged (the graph of {_quoted(entry.spec.region)} has the wrong size)")
     file.seek(header.start + begin)
     blob = file.read(end - begin)
     if hashlib.sha256(blob).hexdigest() != entry.digest:
         raise GraphFileError(
-            f"the file is damaged (the graph of {_said(entry.spec.region)} is not the one it was signed with)"
+            f"the file is damaged (the graph of {_quoted(entry.spec.region)} is not the one it was signed with)"
         )
     return blob
 
@@ -217,23 +218,24 @@ def _unpack(entry: Entry, blob: bytes) -> StoredGraph:
     except zlib.error as error:
         raise GraphFileError(f"the file is damaged ({error})") from None
     if len(executable) != entry.size or not unpacker.eof:
-        raise GraphFileError(f"the file is damaged (the graph of {_said(entry.spec.region)} has another size)")
+        raise GraphFileError(f"the file is damaged (the graph of {_quoted(entry.spec.region)} has the wrong size)")
     return StoredGraph(**entry.identity(), executable=executable)
 
 
 def _entries(manifest: str) -> list[Entry]:
     fields = _parse(manifest.encode())
     if fields.get("format") != FORMAT:
-        found = _said(repr(fields.get("format")))
+        found = _quoted(repr(fields.get("format")))
         raise GraphFileError(f"the file has format {found}, and this version reads {FORMAT}")
     try:
         return [_entry(graph) for graph in _list(fields["graphs"])]
     except (KeyError, TypeError, ValueError) as error:
-        raise GraphFileError(f"the file's manifest is damaged ({type(error).__name__}: {_said(str(error))})") from None
+        found = f"{type(error).__name__}: {_quoted(str(error))}"
+        raise GraphFileError(f"the file's manifest is damaged ({found})") from None
 
 
 def _entry(fields: Any) -> Entry:
-    """Return a graph as a manifest describes it. Raises KeyError, TypeError or ValueError for what is none."""
+    """Return one graph of a manifest. Raises KeyError, TypeError or ValueError if the fields do not describe one."""
     fields = _dict(fields)
     size = _count(fields["size"])
     if size > MAX_EXECUTABLE:
@@ -286,14 +288,14 @@ def _each(read: Callable[[Any], A], values: Any) -> tuple[A, ...]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} in the place of a text")
-    value.encode()  # JSON can hold half a character, which no file, digest or terminal takes
+        raise TypeError(f"{type(value).__name__} in place of a text")
+    value.encode()  # JSON can hold half a surrogate pair, which no file, digest or terminal takes
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{type(value).__name__} in the place of a size")
+        raise ValueError(f"{type(value).__name__} in place of a size")
     return value
 
 
@@ -303,24 +305,24 @@ def _size(value: Any) -> int | str:
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{type(value).__name__} in the place of true or false")
+        raise TypeError(f"{type(value).__name__} in place of true or false")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{type(value).__name__} in the place of a list")
+        raise TypeError(f"{type(value).__name__} in place of a list")
     return value
 
 
 def _dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{type(value).__name__} in the place of an object")
+        raise TypeError(f"{type(value).__name__} in place of an object")
     return value
 
 
-def _said(text: str) -> str:
-    return printable(text[:MAX_SAID])
+def _quoted(text: str) -> str:
+    return printable(text[:MAX_QUOTED])
 
 
 def _parse(text: bytes) -> dict[str, Any]:

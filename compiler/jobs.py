@@ -1,7 +1,7 @@
-"""Compile jobs: one at a time, on a thread of their own, with a limit.
+"""Compile jobs run one at a time, each on a thread of its own, with a time limit.
 
-A thread of its own because hosts call us inside `torch.inference_mode`, which tracing cannot bear, and
-because a compiler that never returns must not take the person's queue with it.
+A job needs its own thread for two reasons. Hosts call us inside `torch.inference_mode`, in which tracing fails. And a
+compiler that never returns must not block the person's queue.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 DEFAULT_LIMIT = 600.0
-"""Seconds for one region. The slowest seen so far took 25, on two busy cores."""
+"""Seconds for one region. The slowest region seen so far took 25 s, on two busy cores."""
 
 
 class CompileTimeout(Exception):
-    """A job outlasted its limit; the message is the reason a person is shown."""
+    """A job took longer than its limit. The message is the reason that a person is shown."""
 
 
 class CompileJobs:
-    """Runs jobs one after another, whichever threads ask."""
+    """Runs the jobs of all threads one after another."""
 
     def __init__(self, wait: Callable[[threading.Thread, float], None] = threading.Thread.join) -> None:
-        """`wait` waits for the end of a job's thread, at most so many seconds."""
+        """`wait` waits for a job's thread to end, at most for the given number of seconds."""
         self._wait = wait
         self._turn = threading.Lock()
         self._stuck: tuple[threading.Thread, str] | None = None
@@ -36,7 +36,7 @@ class CompileJobs:
     def run(self, name: str, job: Callable[[], T], limit: float | None = None) -> T:
         """Run a job and return its result or raise its exception.
 
-        Raises CompileTimeout past `limit` seconds, and at once while an earlier job still hangs: two
+        Raises CompileTimeout after `limit` seconds. It raises at once while an earlier job still hangs: two
         compilers in one process are not safe.
         """
         limit = compile_limit() if limit is None else limit
@@ -44,7 +44,7 @@ class CompileJobs:
             if self._stuck and self._stuck[0].is_alive():
                 raise CompileTimeout(f"the compiler still hangs on {self._stuck[1]}; restart to compile again")
             outcome: dict[str, Any] = {}
-            thread = threading.Thread(target=_settle, args=(job, outcome), name=f"compile {name}", daemon=True)
+            thread = threading.Thread(target=_run_into, args=(job, outcome), name=f"compile {name}", daemon=True)
             thread.start()
             self._wait(thread, limit)
             if thread.is_alive():
@@ -55,18 +55,18 @@ class CompileJobs:
         return outcome["result"]
 
 
-def _settle(job: Callable[[], Any], outcome: dict[str, Any]) -> None:
+def _run_into(job: Callable[[], Any], outcome: dict[str, Any]) -> None:
     try:
         outcome["result"] = job()
-    except BaseException as error:  # handed to the thread that waits
+    except BaseException as error:  # the thread that waits raises it
         outcome["error"] = error
 
 
 def side_by_side(jobs: Iterable[Callable[[], T]], count: int, check: Callable[[], None] = lambda: None) -> Iterator[T]:
-    """Yield the results of jobs as they come, from this many threads; raise what one of them raises.
+    """Run jobs on `count` threads. Yield their results as they come, and raise what a job raises.
 
-    `check` is called meanwhile. What it raises, or an end of the iteration, lets running jobs finish unheard and the
-    others be; threads do not keep the process from ending.
+    `check` is called while waiting. If it or a job raises, or the caller stops iterating, no further jobs start, and
+    the results of running jobs are dropped. The threads are daemons: they do not keep the process alive.
     """
     waiting = deque(jobs)
     outcomes: SimpleQueue[dict[str, Any]] = SimpleQueue()
@@ -77,7 +77,7 @@ def side_by_side(jobs: Iterable[Callable[[], T]], count: int, check: Callable[[]
                 job = waiting.popleft()
             except IndexError:
                 return
-            _settle(job, outcome := {})
+            _run_into(job, outcome := {})
             outcomes.put(outcome)
 
     total = len(waiting)
@@ -101,7 +101,7 @@ def _wait_for(outcomes: SimpleQueue[dict[str, Any]], check: Callable[[], None]) 
 
 
 def compile_limit() -> float:
-    """Return the seconds that one region may take; COMPILED_GRAPHS_COMPILE_LIMIT sets others."""
+    """Return how many seconds one region may take: COMPILED_GRAPHS_COMPILE_LIMIT, or DEFAULT_LIMIT."""
     try:
         return float(os.environ.get("COMPILED_GRAPHS_COMPILE_LIMIT", DEFAULT_LIMIT))
     except ValueError:

@@ -1,7 +1,7 @@
-"""One memory format through a graph: channels_last, in which GPU convolutions are fastest.
+"""Graphs use one memory format throughout: channels_last, in which GPU convolutions are fastest.
 
-Left to itself a compiler takes over what the eager code does, and where one operator hands on contiguous
-data, cuDNN or a pointwise kernel transposes it there and back.
+Left alone, a compiler keeps the formats of the eager code. Wherever an operator then returns contiguous data, cuDNN or
+a pointwise kernel transposes it there and back.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def input_format(module: nn.Module, shape: Sequence[int], device: torch.device) -> str:
-    """Return the memory format, by its name in a file, in which a region's graph takes an input of this shape."""
+    """Return the memory format, by its name in a graph file, in which a region's graph takes an input of this shape."""
     if len(shape) != 4 or device.type != "cuda":
         return "contiguous"
-    # Those without convolutions stand between those that have them, and normalise by groups as they do.
+    # Some regions have no convolutions, but stand between regions that do. Group norm marks them.
     has_maps = any(p.ndim == 4 for p in module.parameters()) or any(
         isinstance(m, nn.GroupNorm) for m in module.modules()
     )
@@ -33,15 +33,15 @@ def has_layouts(weight: torch.Tensor) -> bool:
 
 
 def stride_in(weight: torch.Tensor, memory_format: torch.memory_format) -> tuple[int, ...]:
-    """Return the stride of a weight that `has_layouts`, in one of them."""
+    """Return the stride in this memory format of a weight for which `has_layouts` is true."""
     return torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a convolution's weight, or a feature map on a GPU, in channels_last, and anything else as it is.
+    """Return a tensor on a GPU in channels_last if it is a convolution's weight or a feature map.
 
-    Weights that nobody arranges ahead are transposed in the graph, once per call: hosts and their LoRAs keep them
-    contiguous.
+    Any other tensor is returned unchanged. Weights that nobody converts ahead are transposed in the graph, once per
+    call: hosts and their LoRAs keep them contiguous.
     """
     if tensor.device.type != "cuda" or tensor.ndim not in CHANNELS_LAST:
         return tensor

@@ -1,4 +1,4 @@
-"""Graphs on disk, by key: what this machine, or a fleet that shares one signing key, has compiled before."""
+"""The store keeps compiled graphs on disk, by key, for this machine or for a fleet that shares one signing key."""
 
 from __future__ import annotations
 
@@ -32,38 +32,39 @@ log = logging.getLogger(__name__)
 
 GIGABYTE = 10**9
 DEFAULT_LIMIT = 10 * GIGABYTE
-"""Bytes."""
+"""Bytes that a store may hold by default."""
 LOCK_LIMIT = 300.0
-"""Seconds that a process waits for another one's compile before it compiles beside it."""
+"""A process waits this many seconds for another one's compile. Then it compiles the same graph itself."""
 LOCKS = "compiled_graphs.locks"
 NOTE_SUFFIX = ".wanted.json"
 MAX_NOTE = 2**20
-"""Bytes; a model's note has some kilobytes."""
+"""Bytes. The note of a model has a few kilobytes."""
 PATIENCE = 2.0
-"""Seconds that a place at a URL may take to fail before it is left alone for PAUSE."""
+"""A store at a URL that takes longer than these seconds to fail is not asked again for PAUSE seconds."""
 PAUSE = 60.0
+"""Seconds."""
 _KEY = "[0-9a-f]{64}"
 _GRAPH_NAME = re.compile(_KEY + re.escape(SUFFIX))
 _NOTE_NAME = re.compile(_KEY + re.escape(NOTE_SUFFIX))
 _LOCK_NAME = re.compile(r"[0-9a-f]{2}\.lock")
-"""Names that this module gives and nobody else. Others stay: the folder may hold saved graphs, or anything."""
+"""Only this module gives files these names. Other files stay: the folder may hold saved graphs, or anything else."""
 WRITTEN = ("LastModified", "last_modified", "mtime", "created")
-"""The time of writing, as S3, Azure, Google and most others, and fsspec's memory name it."""
+"""Names of the time of writing: in S3, Azure, Google and most others, and in fsspec's memory file system."""
 
 
 class StoreError(Exception):
-    """A place that cannot be a store; the message is one sentence for people."""
+    """This place cannot be a store. The message is one sentence for people."""
 
 
 class _Store(ABC):
-    """One signed graph file per graph, within a bound, whatever holds the files.
+    """The store holds one signed file per graph, up to a size limit.
 
-    A subclass brings the operations on files, which raise only OSError. For `get` and `put` a store that fails
-    is an empty one: the picture comes out either way. Keys, and what notes are named by, are 64 hexadecimal digits.
+    A subclass adds the operations on files, which raise only OSError. `get` and `put` treat a store that fails as an
+    empty one: the image is made either way. Keys and the names of notes are 64 hexadecimal digits.
     """
 
     is_near = True
-    """Whether it takes no time worth mentioning to list it."""
+    """Whether a listing takes no time worth mentioning."""
 
     def __init__(self, place: str, trust: Trust | None, limit: int | None) -> None:
         self.place = place
@@ -71,21 +72,21 @@ class _Store(ABC):
         self._trust = trust or Trust()
 
     def get(self, key: str) -> StoredGraph | None:
-        """Return a graph, or None if it is not there, not whole, or not this machine's."""
+        """Return a graph, or None if its file is missing, damaged, or not signed by this machine."""
         name = f"{key}{SUFFIX}"
         try:
             graph = self.read_graph(name)
         except FileNotFoundError:
             return None
         except (OSError, GraphFileError) as error:
-            log.warning("Stored graph %s is compiled again: %s.", printable(name), printable(str(error)))
+            log.warning("The stored graph %s is compiled again: %s.", printable(name), printable(str(error)))
             return None
         with suppress(OSError):
             self._touch(name)
         return graph
 
     def put(self, graph: StoredGraph) -> bool:
-        """Write a graph and return True, or say why it could not be kept and return False."""
+        """Write a graph and return True, or log why it could not be kept and return False."""
         name = f"{graph.key}{SUFFIX}"
         try:
             self._write(_checked(name, _GRAPH_NAME), write_graphs([graph], self._trust))
@@ -100,7 +101,7 @@ class _Store(ABC):
                 error.strerror or error,
             )
             return False
-        with suppress(OSError):  # a place that may be written and not listed
+        with suppress(OSError):  # some places can be written but not listed
             self.shrink(self.limit, keep=name)
         return True
 
@@ -109,7 +110,7 @@ class _Store(ABC):
         return self.remove(f"{key}{SUFFIX}")
 
     def note(self, name: str) -> bytes | None:
-        """Return what this machine noted under a name; None if it noted nothing, or it cannot be had."""
+        """Return the note that this machine keeps under a name, or None if there is none or it cannot be read."""
         try:
             with self.open(_checked(f"{name}{NOTE_SUFFIX}", _NOTE_NAME)) as file:
                 return self._read_note(name, file)
@@ -120,7 +121,7 @@ class _Store(ABC):
             return None
 
     def put_note(self, name: str, data: bytes) -> None:
-        """Note a little UTF-8 that would have to be found out again. Notes do not count towards the limit."""
+        """Keep a short UTF-8 text that is costly to find out again. Notes do not count towards the limit."""
         with suppress(OSError, GraphFileError):
             fields = {"note": data.decode(), "signature": self._trust.sign(_signed(name, data))}
             self._write(_checked(f"{name}{NOTE_SUFFIX}", _NOTE_NAME), json.dumps(fields).encode())
@@ -134,17 +135,17 @@ class _Store(ABC):
             note, signature = fields["note"].encode(), fields["signature"]
             is_ours = self._trust.signed(_signed(name, note), signature)
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise GraphFileError("it is no note") from None
+            raise GraphFileError("it is not a note") from None
         if not is_ours:
             raise GraphFileError("it was not made on this machine")
         return note
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
-        """Keep others from compiling a graph at the same time, where that can be done. Not reentrant."""
+        """Keep others from compiling a graph at the same time, where the place has locks. Not reentrant."""
         return nullcontext()
 
     def keys(self) -> set[str]:
-        """Return the keys of all graphs, or of none if the place cannot be listed."""
+        """Return the keys of all graphs. The set is empty if the place cannot be listed."""
         try:
             return {entry.name.removesuffix(SUFFIX) for entry in self.entries()}
         except OSError:
@@ -156,22 +157,22 @@ class _Store(ABC):
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading, without waiting for anybody to write it. Raises OSError."""
+        """Open a file for reading, and never wait for a writer. Raises OSError."""
 
     def read_graph(self, name: str) -> StoredGraph:
         """Return the graph of a file.
 
-        Raises OSError, UntrustedFile, and GraphFileError if the file is damaged or another graph's.
+        Raises OSError and UntrustedFile, and GraphFileError if the file is damaged or holds another graph.
         """
         with self.open(_checked(name, _GRAPH_NAME)) as file:
             graphs = read_graphs(file, self._trust)
         named = [graph for graph in graphs if f"{graph.key}{SUFFIX}" == name]
         if not named:
-            raise GraphFileError("the file holds another graph than its name says")
+            raise GraphFileError("the file does not hold the graph that its name says")
         return named[0]
 
     def remove(self, name: str) -> bool:
-        """Remove a file that a store wrote, and return whether it is gone: Windows keeps what is open elsewhere."""
+        """Remove a file that a store wrote. Return whether it is gone: Windows keeps a file that is open elsewhere."""
         if not _is_ours(name):
             return False
         try:
@@ -183,7 +184,7 @@ class _Store(ABC):
         return True
 
     def shrink(self, limit: int, keep: str = "") -> list[StoreEntry]:
-        """Remove the least recently used graphs until the rest fit, but never `keep`; return what went.
+        """Remove the least recently used graphs until the rest fit, but never `keep`. Return those removed.
 
         Raises OSError if the place cannot be listed.
         """
@@ -197,13 +198,13 @@ class _Store(ABC):
         return gone
 
     def sweep(self, age: float = PARTIAL_AGE) -> list[StoreEntry]:
-        """Remove stores' partial files older than some seconds, and return them. Raises OSError as `entries` does."""
+        """Remove and return stores' partial files older than `age` seconds. Raises OSError as `entries` does."""
         latest = time.time() - age
         partial = [file for file in self._files() if is_partial(file.name, STORE) and file.used <= latest]
         return [file for file in partial if self.remove(file.name)]
 
     def clear(self) -> list[StoreEntry]:
-        """Remove what the store has written and nothing else; return the graph files that went. Raises OSError."""
+        """Remove only what the store has written. Return the graph files that were removed. Raises OSError."""
         self.sweep(age=-math.inf)
         for file in self._files():
             if _NOTE_NAME.fullmatch(file.name):
@@ -225,12 +226,12 @@ class _Store(ABC):
     @abstractmethod
     def _delete(self, name: str) -> None: ...
 
-    def _touch(self, name: str) -> None:  # noqa: B027  not every place can
-        """Note that a file was used."""
+    def _touch(self, name: str) -> None:  # noqa: B027  not every place keeps the time of use
+        """Record that a file was used."""
 
 
 class FolderStore(_Store):
-    """A store in a folder. A file is written whole or not at all; its time is that of its last use."""
+    """A store in a folder. Each file is written whole or not at all, and its time stamp is that of its last use."""
 
     def __init__(self, folder: str | os.PathLike, trust: Trust | None = None, limit: int | None = None) -> None:
         super().__init__(str(folder), trust, limit)
@@ -240,8 +241,8 @@ class FolderStore(_Store):
     def exclusive(self, key: str) -> Iterator[None]:
         """Keep other processes and threads from compiling a graph at the same time. Not reentrant.
 
-        The operating system frees the lock of a process that dies. After LOCK_LIMIT, or where there can be no
-        lock, it goes on without one: at worst two compile the same graph, and each of them writes it whole.
+        The operating system frees the lock of a process that dies. After LOCK_LIMIT, or where locks do not work, the
+        caller goes on without one: at worst two processes compile the same graph, and each of them writes it whole.
         """
         lock = self._lock(key)
         try:
@@ -252,7 +253,7 @@ class FolderStore(_Store):
                     lock.release()
 
     def clear(self) -> list[StoreEntry]:
-        """Remove what the store has written, locks held or not, and nothing else; return the graph files that went."""
+        """Remove only what the store has written, and its locks even if held. Return the graph files removed."""
         gone = super().clear()
         for path in (self.folder / LOCKS).glob("*.lock"):
             if _LOCK_NAME.fullmatch(path.name):
@@ -263,17 +264,17 @@ class FolderStore(_Store):
         return gone
 
     def _lock(self, key: str) -> BaseFileLock | None:
-        # Two characters of the key: a lock file cannot safely be deleted while others wait for it, and so 256 of
-        # them is all there will ever be. That two different graphs share one costs a wait, and rarely.
+        # A lock file cannot safely be deleted while others wait for it. Two characters of the key name it, so there
+        # are never more than 256. Two different graphs rarely share a lock, and then one only waits for the other.
         path = self.folder / LOCKS / f"{key[:2]}.lock"
         try:
             import filelock
 
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(path)  # a new object each time, for threads are kept apart by it too
+            lock = filelock.FileLock(path)  # a new object keeps threads apart too
             lock.acquire(timeout=LOCK_LIMIT)
         except TimeoutError:
-            log.warning("Another process has held %s for %.0f s; compiling beside it.", path, LOCK_LIMIT)
+            log.warning("Another process has held %s for %.0f s. This one compiles without waiting.", path, LOCK_LIMIT)
             return None
         except (ImportError, OSError, NotImplementedError) as error:
             log.debug("No lock at %s (%r): two processes may compile the same graph.", path, error)
@@ -300,11 +301,11 @@ class FolderStore(_Store):
 
 
 class UrlStore(_Store):
-    """A store at any URL that fsspec has a driver for; the bucket or folder must be there.
+    """A store at any URL that fsspec has a driver for. The bucket or folder must exist.
 
-    An object store takes a whole object or none, so that a file needs no partial one before it; where a driver
-    does it otherwise, the digests tell. There are no locks: two workers may compile one graph twice, and the
-    last one's stays. Reading leaves no trace, and so the order of use is that of writing.
+    An object store writes an object whole or not at all, so no partial file is needed. If a driver writes differently,
+    the digests show the damage. There are no locks: two workers may compile the same graph, and the last one written
+    stays. Reading a file does not change its time stamp, so the order of use is the order of writing.
     """
 
     is_near = False
@@ -313,42 +314,42 @@ class UrlStore(_Store):
         super().__init__(_without_password(url), trust, limit)
         _require_driver(url)
         self._url = url
-        self._resumes = 0.0
+        self._paused_until = 0.0
 
     @cached_property
     def _root(self) -> tuple[AbstractFileSystem, str]:
-        """The file system and the folder in it; some connect here, and may fail."""
+        """The file system and the folder in it. Some drivers connect here, which may fail."""
         from fsspec.core import url_to_fs
 
         files, folder = url_to_fs(self._url)
         return files, folder.rstrip("/")
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Drivers raise what their libraries raise; to a store, each of those is a file that cannot be had."""
+    def _driver_errors(self) -> Iterator[None]:
+        """Turn whatever a driver's library raises into OSError: the file cannot be read or written."""
         start = time.monotonic()
-        if start < self._resumes:
-            raise OSError("the place did not answer, and is left alone for a minute")
+        if start < self._paused_until:
+            raise OSError("the place did not answer and is not asked again for a minute")
         try:
             yield
         except FileNotFoundError:
             raise
         except Exception as error:
-            if time.monotonic() - start > PATIENCE:  # else every graph of a model would wait for it
-                self._resumes = time.monotonic() + PAUSE
+            if time.monotonic() - start > PATIENCE:  # otherwise every graph of a model would wait for it
+                self._paused_until = time.monotonic() + PAUSE
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _list(self) -> list[StoreEntry]:
-        with self._asking():
+        with self._driver_errors():
             files, folder = self._root
-            files.invalidate_cache(folder)  # others write there too
+            files.invalidate_cache(folder)  # other machines write there too
             found = [info for info in files.ls(folder, detail=True) if info["type"] == "file"]
             return [
                 StoreEntry(info["name"].rsplit("/", 1)[-1], info.get("size") or 0, _written(info)) for info in found
             ]
 
     def open(self, name: str) -> BinaryIO:
-        with self._asking():
+        with self._driver_errors():
             files, folder = self._root
             data = files.cat_file(f"{folder}/{name}", start=0, end=MAX_FILE + 1)
         if len(data) > MAX_FILE:
@@ -356,12 +357,12 @@ class UrlStore(_Store):
         return io.BytesIO(data)
 
     def _write(self, name: str, data: bytes) -> None:
-        with self._asking():
+        with self._driver_errors():
             files, folder = self._root
             files.pipe_file(f"{folder}/{name}", data)
 
     def _delete(self, name: str) -> None:
-        with self._asking():
+        with self._driver_errors():
             files, folder = self._root
             files.rm_file(f"{folder}/{name}")
 
@@ -379,14 +380,14 @@ def open_store(place: str) -> FolderStore | UrlStore:
 
 
 def default_limit() -> int:
-    """Return the bytes that a store may have: COMPILED_GRAPHS_STORE_LIMIT in gigabytes, else 10."""
+    """Return how many bytes a store may hold: COMPILED_GRAPHS_STORE_LIMIT gigabytes, or 10 without that variable."""
     text = os.environ.get("COMPILED_GRAPHS_STORE_LIMIT")
     if not text:
         return DEFAULT_LIMIT
     try:
         return gigabytes(text)
     except ValueError:
-        log.warning("COMPILED_GRAPHS_STORE_LIMIT is %r and not a number of gigabytes; using 10.", text)
+        log.warning("COMPILED_GRAPHS_STORE_LIMIT is %r, which is not a number of gigabytes. The limit is 10.", text)
         return DEFAULT_LIMIT
 
 
@@ -419,14 +420,14 @@ def _is_ours(name: str) -> bool:
 
 
 def _checked(name: str, pattern: re.Pattern[str]) -> str:
-    """Return a name of the store's own. Raises GraphFileError for one that could lead to somebody else's file."""
+    """Return a name that matches the pattern. Raises GraphFileError: another name could lead to somebody's file."""
     if not pattern.fullmatch(name):
-        raise GraphFileError(f"{printable(name)!r} is no name of a store's file")
+        raise GraphFileError(f"{printable(name)!r} is not the name of a store's file")
     return name
 
 
 def _signed(name: str, note: bytes) -> bytes:
-    """Return what a note's signature is of: one note cannot stand in for another, nor for a graph file's manifest."""
+    """Return the bytes that are signed. They hold the name, so no note passes for another, nor for a manifest."""
     return b"note\0" + name.encode() + b"\0" + note
 
 
@@ -435,7 +436,7 @@ def _without_password(url: str) -> str:
 
 
 def _entry(file: os.DirEntry) -> StoreEntry | None:
-    """Return a file of a folder, or None if it is none or has vanished meanwhile."""
+    """Return the entry of a file, or None if it is not a file or has vanished meanwhile."""
     try:
         status = file.stat()
         return StoreEntry(file.name, status.st_size, status.st_mtime) if file.is_file() else None

@@ -1,7 +1,7 @@
-"""Which graph files this machine may run code from: those it signed, and those its owner named.
+"""This module decides which graph files may run here: those that this machine signed or its owner named.
 
-The key and the list lie in the owner's configuration folder, which no workflow, prompt or HTTP request
-reaches. Trust is given on the command line and nowhere else.
+The key and the list are in the owner's configuration folder, which no workflow, prompt or HTTP request can
+reach. The owner gives trust on the command line and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 MAX_LIST = 2**24
-"""Bytes of the list of trusted files."""
+"""Bytes that the list of trusted files may have."""
 _ELSEWHERE = "set COMPILED_GRAPHS_TRUST to a folder that only you can read"
 _CHUNK = 2**20
 _READABLE, _WRITABLE = 0o077, 0o022
-"""What others may do, by the mode of a file."""
+"""Bits of a file's mode that let others read it or write to it."""
 
 
 class UnusableKey(OSError):
-    """There is no key to sign with; the message says why and what to do."""
+    """No key can be used to sign. The message says why, and what to do."""
 
 
 def default_folder() -> Path:
-    """Return the folder for the key: COMPILED_GRAPHS_TRUST, else `compiled_graphs` in the user's configuration."""
+    """Return the folder of the key: COMPILED_GRAPHS_TRUST, or `compiled_graphs` in the user's configuration folder."""
     if named := os.environ.get("COMPILED_GRAPHS_TRUST"):
         return Path(named)
     if os.name == "nt":
@@ -44,7 +44,7 @@ def default_folder() -> Path:
 
 
 class Trust:
-    """A signing key made on first use, and the digests that the owner trusted."""
+    """The signing key, which is made on first use, and the digests of the files that the owner trusts."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -52,11 +52,11 @@ class Trust:
 
     @property
     def folder(self) -> Path:
-        """Where the key and the list are."""
+        """The folder of the key and the list."""
         return self._folder or default_folder()
 
     def sign(self, text: bytes) -> str:
-        """Return this machine's signature (HMAC-SHA256, hex). Raises UnusableKey if there can be no key."""
+        """Return this machine's signature (HMAC-SHA256, hex). Raises UnusableKey."""
         return hmac.new(self._read_or_make_key(), text, hashlib.sha256).hexdigest()
 
     def signed(self, text: bytes, signature: str) -> bool:
@@ -69,17 +69,17 @@ class Trust:
         return bool(digests) and _digest(file) in digests
 
     def trusted_digests(self) -> set[str]:
-        """Return the SHA-256 digests of the files that the owner trusted; none if others may add to them."""
+        """Return the SHA-256 digests of trusted files. The set is empty if others can write to the list."""
         try:
             return set(self._read_list().split())
         except FileNotFoundError:
             return set()
         except OSError as error:
-            log.warning("No file counts as trusted: %s.", error)
+            log.warning("The list of trusted files is not used: %s.", error)
             return set()
 
     def add(self, file: BinaryIO) -> str:
-        """Trust a file by its SHA-256, and return that. For the owner's command line only.
+        """Trust a file by its SHA-256 digest, and return the digest. Only the owner's command line calls this.
 
         Raises OSError if the file cannot be read, or the list cannot be used or written.
         """
@@ -97,7 +97,7 @@ class Trust:
         return digest
 
     def _read_list(self) -> str:
-        return _read_own(self.folder / "trusted", MAX_LIST, _WRITABLE, "changed").decode("ascii", "replace")
+        return _read_private(self.folder / "trusted", MAX_LIST, _WRITABLE, "changed").decode("ascii", "replace")
 
     def _read_or_make_key(self) -> bytes:
         if self._key is None:
@@ -113,29 +113,32 @@ class Trust:
             create_whole(self.folder / "key", secrets.token_bytes(KEY_BYTES))
         except OSError as error:
             raise UnusableKey(
-                f"there can be no key in {self.folder} ({error.strerror or error}): {_ELSEWHERE}"
+                f"no key can be written to {self.folder} ({error.strerror or error}): {_ELSEWHERE}"
             ) from None
         return self._read_key()
 
     def _read_key(self) -> bytes:
         path = self.folder / "key"
         try:
-            key = _read_own(path, KEY_BYTES, _READABLE, "read")
+            key = _read_private(path, KEY_BYTES, _READABLE, "read")
         except FileNotFoundError:
             raise
         except OSError as error:
-            told = f"{path} cannot be read ({error.strerror}): {_ELSEWHERE}"
-            raise UnusableKey(str(error) if error.errno is None else told) from None
+            unreadable = f"{path} cannot be read ({error.strerror}): {_ELSEWHERE}"
+            raise UnusableKey(str(error) if error.errno is None else unreadable) from None
         if len(key) != KEY_BYTES:
-            raise UnusableKey(f"{path} is not a key; remove it, and a new one is made")
+            raise UnusableKey(f"{path} is not a key. Remove it, and a new one is made")
         return key
 
 
-def _read_own(path: Path, most: int, mode: int, done: str) -> bytes:
-    """Return a file that nobody else may do something with. Raises OSError; one byte too many tells that it is long."""
+def _read_private(path: Path, most: int, forbidden: int, done: str) -> bytes:
+    """Return at most `most + 1` bytes of a file: with the last one the caller sees that the file is too long.
+
+    Raises OSError, also if the file's mode has a `forbidden` bit. `done` is the verb for what others could have done.
+    """
     with open_regular(path) as file:
         found = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if os.name != "nt" and found & mode:
+        if os.name != "nt" and found & forbidden:
             raise OSError(
                 f"{path} can be {done} by other users (mode {found:04o}): make it yours with chmod 600, or remove it "
                 "if somebody may have done so"
@@ -144,7 +147,7 @@ def _read_own(path: Path, most: int, mode: int, done: str) -> bytes:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder that is the owner's alone, and those around it, whatever the process's umask allows."""
+    """Make a folder and its missing parents, which only the owner can enter, whatever the process's umask allows."""
     if folder.is_dir():
         return
     if not folder.parent.exists():

@@ -1,4 +1,4 @@
-"""Does a graph reproduce eager? Asked once per graph and process, on the person's real tensors."""
+"""The check against eager: it runs once per graph and process, on the person's real tensors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BOUNDS = {
 }
 """Largest relative error ||graph - eager|| / ||eager|| by dtype.
 
-Whole models measured 2e-3 in fp16 (SDXL) and 7e-3 in bf16 (Flux); a wrong graph is off by about 1.
+Whole models measured 2e-3 in fp16 (SDXL) and 7e-3 in bf16 (Flux). A wrong graph is off by about 1.
 """
 
 
 def disagreement(
     graph: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], precision: torch.dtype | None = None
 ) -> str | None:
-    """Return what is wrong with a graph's outputs, or None if they are eager's within the bound.
+    """Return what is wrong with a graph's outputs, or None if they agree with eager's within the bound.
 
-    `precision` is what the graph computes in, if that is coarser than its outputs are. Where eager itself is not finite
-    (a broken checkpoint) the graph need not be either.
+    `precision` is the dtype that the graph computes in, if it is coarser than that of its outputs. Where eager itself
+    is not finite (a broken checkpoint), the graph's values are not compared.
     """
     if len(graph) != len(eager):
         return f"{len(graph)} outputs where eager has {len(eager)}"
@@ -48,7 +48,7 @@ def disagreement(
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return ||ours - theirs|| / ||theirs|| over the elements where `theirs` is finite; NaN if ours is not."""
     wide = torch.float64 if theirs.device.type == "cpu" else torch.float32
-    ours, theirs = ours.to(wide), theirs.to(wide)  # first: float8 knows neither isfinite nor norm
+    ours, theirs = ours.to(wide), theirs.to(wide)  # float8 has neither isfinite nor norm
     finite = theirs.isfinite()
     ours, theirs = torch.where(finite, ours, 0), torch.where(finite, theirs, 0)
     norm = theirs.norm()

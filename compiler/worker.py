@@ -1,7 +1,7 @@
-"""What runs in a worker process: regions without weights come in, compiled graphs go out.
+"""This code runs in a worker process: it receives regions without weights and returns compiled graphs.
 
-A process of its own because tracing and compiling hold Python's lock and torch's global state: beside them a
-model can neither run undisturbed nor can two regions be compiled at once.
+Compiling needs its own process because tracing and compiling hold Python's lock and torch's global state. In one
+process they would disturb a model that runs, and only one region could be compiled at a time.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Setup:
-    """What makes a new process like the one that starts it."""
+    """The settings that make a new process work like the one that starts it."""
 
     sys_path: tuple[str, ...]
     begin: str = ""
-    """`module:function` in this package that imports what the host needs and returns it; a plain Host without."""
+    """`module:function` in this package: imports what the host needs and returns the host. Empty for a plain Host."""
     arguments: bytes = b""
-    """Pickled, for `begin`: what is in it can perhaps be imported only from `sys_path`."""
+    """Arguments for `begin`, pickled: their classes may be importable only with `sys_path` in place."""
     backend: str = ""
     device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class Order:
-    """One graph that is wanted. Made by `Order.of`, since a module on its way has no weights."""
+    """A request for one graph. `Order.of` makes it, because a module that is sent must have no weights."""
 
     variant: Variant
     structure: str
@@ -58,14 +58,14 @@ class Order:
 
     @classmethod
     def of(cls, variant: Variant, skeleton: nn.Module, backend: str) -> Order:
-        """`skeleton` takes the place of the variant's module. Its structure travels as text, and is read there."""
+        """Return an order with `skeleton` in place of the variant's module. The structure is sent as text."""
         bare = replace(variant, module=skeleton, structure=None)
         return cls(bare, variant.structure.text, backend)
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a worker answers."""
+    """The answer to one order: a graph or an error."""
 
     spec: GraphSpec | None = None
     executable: bytes = b""
@@ -73,21 +73,21 @@ class Made:
 
 
 def main() -> None:
-    """Answer orders from standard input until it ends, which it does with the process at its other end."""
+    """Answer orders from standard input until it ends. It ends when the process at its other end does."""
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not print between messages
-    logging.disable(logging.WARNING)  # the process that began this one has said it
+    os.dup2(2, 1)  # printed text must not get between messages
+    logging.disable(logging.WARNING)  # the process that started this one has logged it
     warnings.simplefilter("ignore")
     host, setup = Host(), receive(source)
     try:
-        # An empty or relative place is one of the directory that somebody stood in.
+        # Empty and relative entries depend on the current directory.
         sys.path[:] = filter(os.path.isabs, setup.sys_path)
         if setup.begin:
             module, _, function = setup.begin.partition(":")
             host = getattr(importlib.import_module(f"{__package__}.{module}"), function)(pickle.loads(setup.arguments))
         _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
         send(target, Made())
-    except BaseException as error:  # the answer is all that the other side can see
+    except BaseException as error:  # the other side sees nothing but the answer
         send(target, Made(error=one_line(error)))
         return
     while (order := _next(source, target)) is not None:
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def receive(source: BinaryIO) -> Any:
-    """Read one message. Raises EOFError when the other side is gone, and what unpickling raises."""
+    """Read one message. Raises EOFError if the other side has gone, and what unpickling raises."""
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -118,7 +118,7 @@ def send(target: BinaryIO, message: Any) -> None:
 
 
 def _next(source: BinaryIO, target: BinaryIO) -> Order | None:
-    """Return the next order, answering those whose module cannot be imported here."""
+    """Return the next order, or None at the end. Answers orders whose module cannot be imported here."""
     while True:
         try:
             return receive(source)
@@ -132,18 +132,18 @@ def _make(order: Order, host: Host) -> Made:
     backend = BACKENDS[order.backend]
     variant = replace(order.variant, structure=parse(order.structure)[0])
     if fingerprint(variant.module, host) != variant.fingerprint:
-        return Made(error="code that is another one in a process of its own")
+        return Made(error="code that differs in a worker process")
     exported = export_region(variant, host)
     return Made(exported.spec, backend.compile(exported).to_bytes())
 
 
 def _warm_up(backend: Backend, device: torch.device) -> None:
-    """Pay what a process's first compile costs (imports, 7 to 10 s) before anybody waits for it."""
+    """Compile a small example: the first compile of a process costs 7 to 10 s of imports, and nobody waits yet."""
     attention.register_operator()
     patches.register_operators()
     backend.warm_up()
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
-        # For a CPU a C++ compiler runs, which takes longer than what would be spared.
+        # On a CPU the example would start a C++ compiler, which takes longer than the warm-up saves.
         block = nn.SiLU() if device.type == "cpu" else Example(device)
         example = torch.empty(2, 8, 6, 10, device=device, dtype=torch.float16)
         sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)

@@ -1,7 +1,7 @@
-"""Worker processes: several regions compiled at once, and none of it in the process that makes pictures.
+"""Worker processes compile several regions at once, and keep compiling out of the process that makes images.
 
-They are started when graphs are missing, or ahead of that while a host loads its checkpoint; they end when idle
-for a while, and with this process, whose end closes their standard input.
+They start when graphs are missing, or earlier, while a host loads its checkpoint. They end after some idle time. They
+also end with this process, because that closes their standard input.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from .worker import Made, Order, Setup, receive, send
 log = logging.getLogger(__name__)
 
 MOST = 8
+"""Processes at a time."""
 WORTH_BEGINNING = 5
-"""Missing graphs for which processes are started: that takes as long as compiling three or four of them."""
+"""Processes are started for this many missing graphs: a start takes as long as compiling three or four graphs."""
 IDLE = 60.0
-"""Seconds without an order after which processes end."""
+"""Processes end after this many seconds without an order."""
 PLENTY = 16 * 2**30
-"""Free bytes of a GPU beside which idle processes, of 0.7 GiB each, are no burden."""
+"""With this many free bytes on a GPU, idle processes may stay. Each takes 0.7 GiB of it."""
 MEMORY = 2 * 2**30
-"""Bytes of main memory, and of a GPU's, that one process may come to use."""
+"""Bytes of main memory that one process may need. It may need as much of a GPU's memory."""
 
 _PACKAGE = __name__.removesuffix(".compiler.workers")
-"""The name here, which in ComfyUI is a folder's."""
+"""This package's name. In ComfyUI that is the name of its folder."""
 
 
 class WorkerError(Exception):
-    """A region that no worker process could compile; it may still be compiled in this one."""
+    """No worker process could compile the region. This process may still be able to."""
 
 
 class _Process:
-    """One worker; used by one thread at a time."""
+    """One worker process. Only one thread uses it at a time."""
 
     def __init__(self, setup: Setup) -> None:
         environment = boot.environment(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
@@ -61,40 +62,43 @@ class _Process:
         send(self._process.stdin, setup)
 
     def ask(self, order: Order, limit: float) -> Made:
-        """Return the answer. Raises WorkerError if the process ends, and CompileTimeout after ending it."""
+        """Return the answer to an order. Raises WorkerError if the process ends by itself.
+
+        After `limit` seconds this kills the process and raises CompileTimeout.
+        """
         expired = threading.Event()
-        # The pipes stay open: this thread reads them, and is told by their end.
+        # The timer leaves the pipes open: this thread reads them, and their end wakes it.
         timer = threading.Timer(limit, lambda: (expired.set(), self._process.kill()))
         timer.daemon = True
         timer.start()
         try:
             if not self._is_ready:
-                if begun := receive(self._process.stdout).error:
-                    raise WorkerError(f"a worker process could not begin: {begun}")
+                if error := receive(self._process.stdout).error:
+                    raise WorkerError(f"a worker process could not start: {error}")
                 self._is_ready = True
             send(self._process.stdin, order)
             return receive(self._process.stdout)
         except (EOFError, OSError) as error:
             if expired.is_set():
                 raise CompileTimeout(f"the compiler took more than {limit:g} s") from None
-            raise WorkerError(f"a worker process ended ({error or 'without a word'})") from None
+            raise WorkerError(f"a worker process ended ({error or 'without a message'})") from None
         finally:
             timer.cancel()
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, whatever it is doing."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with suppress(OSError):  # what was still to be written
+            with suppress(OSError):  # unsent bytes cannot be flushed any more
                 pipe.close()
 
 
 class Workers:
-    """A bounded number of processes; threads that want a graph each take one."""
+    """A pool of a bounded number of processes. A thread that wants a graph takes one of them."""
 
     def __init__(self, setup: Callable[[str, torch.device], Setup], host: Host, count: int | None = None) -> None:
-        """`setup` is asked when the first process starts. Without a `count` it follows from the machine."""
+        """`setup` is called whenever a process starts. Without a `count`, `worker_count` decides."""
         self._setup = setup
         self._host = host
         self._count = count
@@ -105,35 +109,34 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """Most processes at a time."""
+        """How many processes there may be at a time."""
         return worker_count() if self._count is None else self._count
 
     @property
     def are_warm(self) -> bool:
-        """Whether a process is there already."""
+        """Whether a process has been started already."""
         return self._running > 0
 
     def pay(self, missing: int) -> bool:
-        """Whether this many graphs are compiled sooner by several processes, which take a while to begin."""
+        """Whether worker processes, which take a while to start, would compile this many graphs sooner."""
         return self.count > 1 and missing >= (2 if self.are_warm else WORTH_BEGINNING)
 
     def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
-        """Start processes ahead of the orders that will come."""
+        """Start at most `wanted` processes before the first order comes."""
         with self._change:
             for _ in range(min(self.count, wanted) - self._running):
-                self._idle.append(self._begin(backend, device))
+                self._idle.append(self._start_process(backend, device))
             self._end_when_idle()
 
     def compile(self, variant: Variant, backend: str) -> tuple[GraphSpec, bytes]:
-        """Have a region compiled; return the graph's contract and the bytes that the backend loads.
+        """Have a region compiled. Return the graph's contract and the bytes that the backend loads.
 
-        Raises WorkerError if a worker cannot, and CompileTimeout.
+        Raises WorkerError if no worker can compile it, and CompileTimeout.
         """
-        twin = skeleton(variant.module, self._host, _without_data)
-        order = Order.of(variant, twin, backend)
+        order = Order.of(variant, skeleton(variant.module, self._host, _without_data), backend)
         try:
             pickle.dumps(order)
-        except Exception as error:  # a block can hold anything
+        except Exception as error:  # a block can hold any object
             raise WorkerError(f"a block that cannot be sent to another process ({type(error).__name__})") from None
         process = self._take(backend, variant.device)
         try:
@@ -148,12 +151,12 @@ class Workers:
         return made.spec, made.executable
 
     def rest(self, device: torch.device) -> None:
-        """Say that no orders follow for now: where GPU memory is scarce, the model that is to run needs all of it."""
+        """Tell the pool that no orders follow for now. It stops if GPU memory is scarce: the model needs all of it."""
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < PLENTY:
             self.stop()
 
     def stop(self) -> None:
-        """End the processes that have nothing to do."""
+        """End the idle processes."""
         with self._change:
             processes, self._idle = self._idle, []
             self._running -= len(processes)
@@ -165,7 +168,7 @@ class Workers:
             self._stop_timer()
             while not self._idle and self._running >= max(1, self.count):
                 self._change.wait()
-            return self._idle.pop() if self._idle else self._begin(backend, device)
+            return self._idle.pop() if self._idle else self._start_process(backend, device)
 
     def _give_back(self, process: _Process | None) -> None:
         with self._change:
@@ -176,7 +179,7 @@ class Workers:
             self._end_when_idle()
             self._change.notify()
 
-    def _begin(self, backend: str, device: torch.device) -> _Process:
+    def _start_process(self, backend: str, device: torch.device) -> _Process:
         process = _Process(self._setup(backend, device))
         self._running += 1
         return process
@@ -195,9 +198,9 @@ class Workers:
 
 
 def worker_count() -> int:
-    """Return how many processes this machine bears: three for four cores, and what memory allows.
+    """Return how many processes this machine can run: three for every four cores, and only as many as memory allows.
 
-    The environment variable COMPILED_GRAPHS_WORKERS sets another number; 0 compiles in this process.
+    The environment variable COMPILED_GRAPHS_WORKERS sets another number. With 0, this process compiles.
     """
     try:
         return max(0, int(os.environ["COMPILED_GRAPHS_WORKERS"]))
@@ -216,7 +219,7 @@ def worker_count() -> int:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use, which a container or a batch system can limit."""
+    """Return how many cores this process may use. A container or a batch system can limit them."""
     if hasattr(os, "sched_getaffinity"):  # not on Windows and macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

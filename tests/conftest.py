@@ -1,4 +1,4 @@
-"""What a test needs, for `scripts/test.sh fast` and for CI to choose by."""
+"""Marks for what a test needs. `scripts/test.sh fast` and CI select tests by them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NEEDS = {
 }
 COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "cl", "cl.exe"}
 _running: list[pytest.Item] = []
-"""The test that runs."""
+"""The test that is running, if any."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for name, reason in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {reason}")
-    sys.addaudithook(_look)
+    sys.addaudithook(_refuse_unmarked_compilers)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by the fixtures they have and the folder they are in, so that no mark can be forgotten."""
+    """Mark tests by their fixtures and folders, so that nobody can forget a mark."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         in_here = item.path.parent.name == "hosts" and item.path.name.startswith("test_comfy")
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cpp_compiler() -> None:
-    """A C++ compiler that Inductor can use; without one the test is skipped."""
+    """Skip the test if Inductor has no C++ compiler that it can use."""
     import torch
     from compiled_graphs.compiler.backends.inductor import InductorBackend
 
@@ -60,8 +60,8 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         _running.pop()
 
 
-def _look(event: str, arguments: tuple[Any, ...]) -> None:
-    """Fail a test that starts a C++ compiler and is not marked, in the process and the moment in which it does."""
+def _refuse_unmarked_compilers(event: str, arguments: tuple[Any, ...]) -> None:
+    """Fail an unmarked test at the moment at which it starts a C++ compiler in this process."""
     if event != "subprocess.Popen" or not _running or _running[-1].get_closest_marker("compiler"):
         return
     line = arguments[1]
@@ -78,7 +78,7 @@ def _skip_without_oneflow(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many tests ran OneFlow."""
+    """Print how many tests ran OneFlow."""
     outcomes = {name: terminalreporter.getreports(name) for name in ("passed", "failed", "skipped")}
     marked = {name: [r for r in reports if "oneflow" in r.keywords] for name, reports in outcomes.items()}
     if missing := [r for r in marked["skipped"] if "Skipped: OneFlow: " in str(r.longrepr)]:
@@ -92,5 +92,5 @@ def _missing_oneflow() -> str | None:
     from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 
     if torch.cuda.is_available():
-        return "OneFlow 0.9.0 and this torch see different GPUs, so its tests are for machines without one."
+        return "OneFlow 0.9.0 and this torch see different GPUs, so these tests run only without a GPU."
     return OneFlowBackend().available(torch.device("cpu"))

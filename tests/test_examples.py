@@ -1,4 +1,4 @@
-"""The examples, each as a person runs it; some twice, for the second run loads what the first one saved."""
+"""The examples run as a person runs them. Some run twice: the second run loads what the first one saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "diffusers_examples"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Run an example with the reference backend and a store that they share; return what it printed, by line."""
+    """Return a function that runs an example with the eager backend and a shared store, and returns its lines."""
     folder = tmp_path_factory.mktemp("examples")
 
     def start(command: str, graphs: Path) -> list[str]:
@@ -49,7 +49,7 @@ def images(lines: list[str]) -> list[str]:
         ("video.py", 2),
     ],
 )
-def test_what_is_saved_before_the_first_run_is_all_that_runs_need(run, tmp_path, command, number):
+def test_graphs_saved_ahead_are_all_that_runs_need(run, tmp_path, command, number):
     lines = run(command, tmp_path / "graphs")
     assert lines[0].startswith("compiled and saved ")
     assert len(images(lines)) == number
@@ -57,7 +57,7 @@ def test_what_is_saved_before_the_first_run_is_all_that_runs_need(run, tmp_path,
 
 
 @pytest.mark.parametrize(("command", "parts"), [("text_to_image.py sdxl", 1), ("base_and_refiner.py", 2)])
-def test_the_next_process_loads_everything_and_compiles_nothing(run, tmp_path, command, parts):
+def test_next_process_compiles_nothing(run, tmp_path, command, parts):
     saving, loading = (run(command, tmp_path / "graphs") for _ in range(2))
     assert sum(line.startswith("compiled and saved") for line in saving) == parts
     assert sum(line.startswith("loaded") for line in loading) == parts

@@ -1,4 +1,4 @@
-"""docs/house.md shows the house as it is: every room, and no import against the arrows."""
+"""docs/house.md names every module, and no import points against its arrows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WITHOUT_TORCH = [f"compiler/backends/oneflow/{name}" for name in ("operators", "
 
 @cache
 def rooms() -> dict[str, Path]:
-    """Return every module that has something in it, by its path without .py."""
+    """Return every module that is not empty, by its path without .py."""
     inside = [path for folder in ("nodes", "compiler") for path in (ROOT / folder).rglob("*.py")]
     paths = [path for path in (*ROOT.glob("*.py"), *inside) if path.read_text(encoding="utf-8").strip()]
     return {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in sorted(paths)}
@@ -42,7 +42,7 @@ def page() -> tuple[dict[str, str], list[tuple[str, str]]]:
 
 
 def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports of a module, those in functions too, but not those for types alone."""
+    """Yield the imports of a module, also those in functions, but not those under TYPE_CHECKING."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -53,7 +53,7 @@ def statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 @cache
 def imports(room: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the rooms that a room imports, and the full names of what it imports from elsewhere."""
+    """Return the rooms that a room imports, and the full names of the other modules that it imports."""
     near, far = set(), set()
     for node in statements(ast.parse(rooms()[room].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -67,7 +67,7 @@ def imports(room: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def room_of(parts: list[str]) -> str | None:
-    """Return the room of `from PARTS import NAME`: a module, a package, or the one that has the name in it."""
+    """Return the room that `from PARTS import NAME` reaches: a module, a package, or the one that defines the name."""
     for path in ("/".join(parts), "/".join(parts[:-1])):
         for name in (path, f"{path}/__init__".lstrip("/")):
             if name in rooms():
@@ -76,7 +76,7 @@ def room_of(parts: list[str]) -> str | None:
 
 
 def reach(box: str, arrows: list[tuple[str, str]]) -> set[str]:
-    """Return a box and all that arrows lead to from it."""
+    """Return a box and every box that arrows lead to from it."""
     found = {box}
     while more := {target for source, target in arrows if source in found} - found:
         found |= more
@@ -116,7 +116,7 @@ def test_every_arrow_is_there_for_an_import():
 
 
 def _has_files(path: Path) -> bool:
-    """Unlike the folder for pictures that a ComfyUI of 2024 makes wherever it is started."""
+    """Whether a folder has files. A ComfyUI of 2024 makes an empty folder for pictures wherever it is started."""
     return path.is_dir() and any(each.is_file() for each in path.rglob("*"))
 
 
@@ -144,12 +144,12 @@ def test_the_rules_of_imports(room):
         assert "torch" not in first(far)
 
 
-def test_what_is_read_is_what_is_there():
-    """The reader itself: each way to write an import, on rooms that have it."""
+def test_imports_are_read_correctly():
+    """Test the reader itself: each form of an import is found in a room that uses it."""
     assert imports("__init__")[0] == {"nodes/__init__"}
     assert {"compiler/backends/__init__", "compiler/hosts/comfy"} <= imports("nodes/graph_files")[0]
     assert {"compiler/hosts/comfy_calls", "compiler/registry"} <= imports("compiler/hosts/comfy")[0]
-    assert "compiler/model" not in imports("compiler/registry")[0]  # for types alone
+    assert "compiler/model" not in imports("compiler/registry")[0]  # imported only under TYPE_CHECKING
     assert "compiler/jobs" in imports("compiler/backends/oneflow/worker_process")[0]
     assert "torch._inductor" in imports("compiler/backends/inductor")[1]
     assert "folder_paths" in imports("compiler/hosts/comfy")[1]

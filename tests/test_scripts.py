@@ -1,4 +1,4 @@
-"""scripts/lib.sh without a network: a Python that notes what pip is asked for stands where the environment's would."""
+"""scripts/lib.sh without a network: a fake Python in the environment's place records what pip is asked for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 pytestmark = pytest.mark.skipif(not shutil.which("bash") or os.name == "nt", reason="needs bash")
 
-# With $NO_OLD_TORCHVISION it refuses 0.16.2, as on Python 3.12 and newer. Any torchvision that it took, it imports.
+# With $NO_OLD_TORCHVISION it refuses 0.16.2, as pip does on Python 3.12 and newer. It imports any package it accepted.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     "-c from importlib.metadata"*) echo "torch==2.13.0" ;;
@@ -26,7 +26,7 @@ esac
 
 @pytest.fixture
 def installed(tmp_path):
-    """A function that runs ``install_comfyui`` on a checkout and gives the words that pip was asked for."""
+    """Return a function that runs `install_comfyui` on a checkout and returns the arguments that pip got."""
     python, comfyui = tmp_path / "home" / "venv" / "bin" / "python", tmp_path / "ComfyUI"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
@@ -45,7 +45,8 @@ def installed(tmp_path):
 
 
 @pytest.mark.parametrize("no_old_torchvision", ["", "1"], ids=["python 3.11", "python 3.12 and newer"])
-def test_what_comfyui_imports_without_naming_it_is_installed_on_every_python(installed, no_old_torchvision):
+def test_unnamed_imports_of_comfyui_are_installed(installed, no_old_torchvision):
+    """ComfyUI imports packages that its requirements do not name. They are installed on every Python."""
     asked = installed(NO_OLD_TORCHVISION=no_old_torchvision)
     assert {"requests", "torchsde", "spandrel"} <= set(asked)
     assert ("torchvision==0.16.2" in asked) is not bool(no_old_torchvision)

@@ -1,4 +1,4 @@
-"""The prompts of benchmarks/soak.py, and what it counts as a fault. No server starts here."""
+"""The prompts of benchmarks/soak.py and its count of faults. No server starts here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def soak():
 
 @pytest.fixture(scope="module")
 def known(soak):
-    """The nodes of a ComfyUI that has all of them."""
+    """Return the nodes of a ComfyUI that has every node of the rows."""
     return {name for row in soak.ROWS for name in (row.name, *row.needs)}
 
 
@@ -72,7 +72,7 @@ def test_each_row_comes_in_each_of_its_places(soak, prompts):
     assert {row for prompt in prompts for row in prompt.structure} == wanted | {"VAE Speedup"}
 
 
-def test_a_row_that_comes_before_is_given_to_compile_model(soak, prompts):
+def test_row_placed_before_feeds_compile_model(soak, prompts):
     def feeds(nodes, key):
         source = nodes[key]["inputs"].get("model", nodes[key]["inputs"].get("model1"))
         return [] if source is None else [nodes[source[0]]["class_type"], *feeds(nodes, source[0])]
@@ -91,7 +91,7 @@ def test_nodes_that_comfyui_lacks_are_not_used(soak):
 
 
 class Server:
-    """Answers what the registry of a server would."""
+    """Answers as the registry of a server does."""
 
     def __init__(self):
         self.compiles = 0
@@ -102,7 +102,7 @@ class Server:
 
 @pytest.fixture
 def run(soak, known, monkeypatch):
-    """Run one prompt twice, each with its comparison, against a server that compiles, fails and answers as told."""
+    """Return a function that runs one prompt twice, each with its comparison, on a server that acts as `turns` says."""
 
     def start(turns):
         def answer(server, nodes):

@@ -1,4 +1,4 @@
-"""How a process of this package begins: without the current directory among the places that it imports from."""
+"""Starting a process of this package so that it imports nothing from the current directory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ _START = Path(__file__).resolve().with_name("start.py")
 
 
 def command(python: str, name: str, folder: Path, module: str, *arguments: str) -> list[str]:
-    """Return the command line for `main(*arguments)` of a module below a folder that is imported under a name.
+    """Return the command line that runs `main(*arguments)` of a module in `folder`, imported as the package `name`.
 
-    With `python -c` and `-m` the current directory leads the places that modules come from, from Python 3.13 on before
-    the first line of our own runs; -P came with 3.11, and -I loses what people installed for themselves. A script's own
-    folder leads them instead, and that has nothing else in it.
+    With `python -c` and `-m` the current directory comes first in `sys.path`. From Python 3.13 on it is used before the
+    first line of our own runs. -P came with 3.11, and -I ignores packages that people installed for their user. With a
+    script, its own folder comes first instead, and that folder holds nothing else.
     """
     return [python, str(_START), name, str(folder), module, *arguments]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return this process's environment with changes, and without those places of PYTHONPATH that depend on where
-    somebody stands: an empty one, as a colon too many makes it, is the current directory."""
+    """Return this process's environment with changes, and without the relative entries of PYTHONPATH.
+
+    An empty entry, as an extra colon makes it, is relative too: it means the current directory.
+    """
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(os.path.isabs, places))} | changes

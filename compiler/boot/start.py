@@ -1,4 +1,4 @@
-"""The script that a process of this package begins with; see `boot.command`. Runs in Python 3.7 too, as OneFlow's."""
+"""The script that starts a process of this package; see `boot.command`. OneFlow's Python may be 3.7: it runs there."""
 
 import importlib
 import sys
@@ -6,7 +6,7 @@ import types
 
 
 def start(name: str, folder: str, module: str, *arguments: str) -> None:
-    """Import a module of a folder as a package of this name, without what the package's own `__init__` imports."""
+    """Run `main` of a module in `folder` as part of the package `name`, whose own `__init__` is not run."""
     sys.argv[1:] = []
     package = types.ModuleType(name)
     package.__path__ = [folder]

@@ -1,4 +1,4 @@
-"""Work that goes on while a model runs."""
+"""The queue of background jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_graphs.compiler.host import Host
 
 @pytest.fixture
 def held():
-    """A background whose first job waits for an event; the event."""
+    """Yield a background whose first job waits for an event, and the event."""
     background, event = Background(), threading.Event()
     background.submit("held", event.wait)
     yield background, event
@@ -30,7 +30,7 @@ def test_jobs_run_one_after_another_in_order(held):
     assert done == [0, 1, 2]
 
 
-def test_a_job_that_waits_or_runs_is_not_taken_twice(held):
+def test_waiting_or_running_job_is_not_added_twice(held):
     background, event = held
     done = []
     background.submit("held", lambda: done.append("held again"))
@@ -78,11 +78,11 @@ def test_the_thread_ends_when_nothing_is_left():
 
 
 class Cancelled(BaseException):
-    """As ComfyUI of 2026 cancels: no Exception."""
+    """A cancellation as ComfyUI raises it since 2026: it is no subclass of Exception."""
 
 
 class CancellingHost(Host):
-    """A host whose layers raise the person's cancellation, on whichever thread they run."""
+    """A host whose layers raise the person's cancellation on whatever thread they run."""
 
     def __init__(self):
         self.flag, self.seen = True, threading.Event()
@@ -103,19 +103,19 @@ class CancellingHost(Host):
             raise Cancelled
 
 
-def test_a_cancellation_reaches_its_prompt_and_the_job_is_done_afterwards():
+def test_cancellation_reaches_its_prompt_and_the_job_runs_again():
     host, done = CancellingHost(), []
     background = Background(host=host)
     background.submit("one", lambda: (host.layer(), done.append(1)))
     host.seen.wait()
     assert host.flag
     assert not done
-    host.flag = False  # the prompt has seen it, and the next one begins
+    host.flag = False  # the prompt has been cancelled, and the next one starts
     background.wait(every=0.001)
     assert done == [1]
 
 
-def test_whatever_a_job_raises_the_next_one_runs(caplog):
+def test_next_job_runs_after_any_exception(caplog):
     background, done = Background(), []
 
     def exit_thread():

@@ -22,7 +22,7 @@ def nested(depth, inside="0"):
     return ("[" * depth + inside + "]" * depth).encode()
 
 
-def test_depth_is_measured_outside_of_texts():
+def test_depth_ignores_brackets_in_strings():
     parse(nested(MAX_DEPTH))
     parse(nested(MAX_DEPTH, json.dumps('[[\\"[{')))
     for text in (nested(MAX_DEPTH + 1), nested(1_000_000), b'["a]]]]",' + nested(MAX_DEPTH) + b"]", b'{"":' * 17):
@@ -30,8 +30,8 @@ def test_depth_is_measured_outside_of_texts():
             parse(text)
 
 
-def test_what_the_parser_reaches_has_been_measured():
-    """Python's parser goes as deep as brackets go before the first error; no text gets it deeper than is allowed."""
+def test_depth_bounds_what_the_parser_reaches():
+    """Python's parser recurses as deep as the brackets before its first error. No text may get it below MAX_DEPTH."""
     chance = random.Random(7)
     reached = []
     for _ in range(3_000):
@@ -48,7 +48,7 @@ def test_what_the_parser_reaches_has_been_measured():
 
 
 def deepest_reached(text):
-    """The nesting that a parser has met when it meets its first error, by a parser that knows no depth."""
+    """Return the deepest nesting before the first error, found without recursion."""
     try:
         json.loads(text)
         end = len(text)
@@ -91,12 +91,12 @@ def deepest_reached(text):
     ],
     ids=lambda value: repr(value[:12]),
 )
-def test_what_would_cost_or_is_no_json_is_refused(text, words):
+def test_costly_or_invalid_json_is_refused(text, words):
     with pytest.raises(ValueError, match=words) as error:
         parse(text)
     assert len(str(error.value)) < 100
 
 
-def test_a_text_of_megabytes_is_one_value():
+def test_long_string_is_one_value():
     for text in ("a" * MEGABYTES, '"' * (MEGABYTES // 2), "\\" * (MEGABYTES // 2), "é" * 1000):
         assert parse(json.dumps([text]).encode()) == [text]

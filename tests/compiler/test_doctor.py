@@ -27,7 +27,7 @@ POSIX = pytest.mark.skipif(os.name == "nt", reason="shell scripts and permission
 
 @pytest.fixture
 def around(tmp_path, monkeypatch):
-    """A machine on which nothing is wrong, whatever this one is: each test breaks one thing."""
+    """Make this machine look like one on which nothing is wrong. Each test breaks one thing."""
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
     (tmp_path / "bin").mkdir()
@@ -45,7 +45,7 @@ def around(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_gpu(around, monkeypatch):
-    """The same with an H200 and a Triton that builds what calls its kernels."""
+    """Make it look like one with an H200, and with a Triton that compiles its kernel launchers."""
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -76,13 +76,13 @@ def fact(around, name):
 
 
 def bad(around):
-    """Return the facts that are not as they should be, each of which says what to do."""
+    """Return the names of the facts that are not ok. Each of them must have a remedy."""
     facts = [fact for fact in examine(around) if not fact.ok]
     assert all(fact.remedy.endswith(".") for fact in facts)
     return [fact.name for fact in facts]
 
 
-def test_where_nothing_is_wrong_every_fact_is_a_line_without_a_remedy(around):
+def test_good_machine_gives_one_line_per_fact_and_no_remedy(around):
     facts = examine(around)
     names = ["torch", "GPU", "Triton", "compiler", "Python headers", "ComfyUI", "store", "key file", *BACKENDS]
     assert [fact.name for fact in facts] == names
@@ -132,7 +132,7 @@ def test_a_driver_that_is_too_old_for_torch(around, tmp_path, monkeypatch):
 
 
 @POSIX
-def test_a_gpu_that_comfyui_was_told_not_to_use_is_no_fault(around, tmp_path, monkeypatch):
+def test_gpu_that_comfyui_must_not_use_is_no_fault(around, tmp_path, monkeypatch):
     script(tmp_path / "bin" / "nvidia-smi", "echo NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert bad(around) == []
@@ -162,7 +162,7 @@ def test_a_gpu_without_triton(on_gpu, monkeypatch):
 
 
 @POSIX
-def test_a_triton_that_builds_needs_a_c_compiler_and_headers(on_gpu, tmp_path, monkeypatch):
+def test_triton_that_compiles_needs_compiler_and_headers(on_gpu, tmp_path, monkeypatch):
     (tmp_path / "bin" / "gcc").unlink()
     (tmp_path / "include" / "Python.h").unlink()
     assert bad(on_gpu) == ["compiler", "Python headers"]
@@ -174,7 +174,7 @@ def test_a_triton_that_builds_needs_a_c_compiler_and_headers(on_gpu, tmp_path, m
 
 
 @POSIX
-def test_a_triton_that_builds_nothing_needs_neither(on_gpu, tmp_path, monkeypatch):
+def test_triton_that_compiles_nothing_needs_neither(on_gpu, tmp_path, monkeypatch):
     (tmp_path / "bin" / "gcc").unlink()
     (tmp_path / "include" / "Python.h").unlink()
     with_triton(monkeypatch)
@@ -197,7 +197,7 @@ def test_oneflow_may_be_missing(around, monkeypatch):
     assert fact(around, "oneflow").text == "OneFlow is not there"
 
 
-def test_a_check_that_fails_itself_hides_nothing(on_gpu, monkeypatch):
+def test_failing_check_hides_no_other_fact(on_gpu, monkeypatch):
     def fail(device):
         raise RuntimeError("CUDA error: unknown error\nand more")
 
@@ -236,7 +236,7 @@ def test_a_store_that_cannot_be_listed(around, monkeypatch):
 
 
 def read_only(monkeypatch, folder):
-    """What a root user's tests cannot have by permissions."""
+    """Make a folder read-only. Permissions would not stop a root user who runs the tests."""
     original = tempfile.TemporaryFile
 
     def refuse(**options):
@@ -247,7 +247,7 @@ def read_only(monkeypatch, folder):
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
 
 
-def test_a_key_that_is_there_is_counted_with_the_files_it_need_not_sign(around):
+def test_key_fact_counts_trusted_files(around):
     Trust().sign(b"")
     Trust().add(io.BytesIO(b"somebody else's file"))
     assert fact(around, "key file") == Fact("key file", f"{Trust().folder / 'key'}, 1 trusted files")
@@ -286,7 +286,7 @@ def test_a_folder_in_the_place_of_the_key(around):
 
 @pytest.fixture
 def comfyui(tmp_path, monkeypatch):
-    """A ComfyUI on disk, with this package in it; returns the package's folder."""
+    """Make a ComfyUI on disk with this package in it. Return the package's folder."""
     package = tmp_path / "ComfyUI" / "custom_nodes" / "compiled-graphs"
     package.mkdir(parents=True)
     monkeypatch.delenv("COMPILED_GRAPHS_STORE", raising=False)
@@ -300,7 +300,7 @@ def test_comfyui_on_disk_says_its_version_and_store(comfyui):
     assert found.store == str(comfyui.parents[1] / "user" / "compiled_graphs")
 
 
-def test_a_comfyui_of_2024_says_its_version_in_its_pyproject(comfyui):
+def test_comfyui_of_2024_has_its_version_in_pyproject(comfyui):
     (comfyui.parents[1] / "pyproject.toml").write_text('[project]\nname = "ComfyUI"\nversion = "0.2.3"\n')
     assert on_disk(comfyui).host.startswith("0.2.3, ")
 
@@ -310,7 +310,7 @@ def test_the_environment_names_the_store(comfyui, monkeypatch):
     assert on_disk(comfyui).store == "memory://graphs"
 
 
-def test_without_a_comfyui_the_store_is_the_one_of_pipelines(tmp_path, monkeypatch):
+def test_store_without_comfyui_is_that_of_pipelines(tmp_path, monkeypatch):
     from compiled_graphs.compiler.hosts import diffusers
 
     monkeypatch.delenv("COMPILED_GRAPHS_STORE", raising=False)
@@ -330,7 +330,7 @@ def test_without_a_comfyui_the_store_is_the_one_of_pipelines(tmp_path, monkeypat
         ("ComfyUI_stable_fast", "stable-fast"),
     ],
 )
-def test_other_extensions_that_compile_are_known_by_their_folders(around, comfyui, folder, name):
+def test_compiling_extensions_are_known_by_folder(around, comfyui, folder, name):
     (comfyui.parent / folder).mkdir()
     found = fact(dataclasses.replace(around, extensions=on_disk(comfyui).extensions), name)
     assert found.ok

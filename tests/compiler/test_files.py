@@ -16,7 +16,7 @@ from compiled_graphs.compiler.files import (
 
 
 def partial(folder, writer, seconds_ago=0.0):
-    """Leave what a killed writer leaves, and return its name."""
+    """Leave a partial file as a killed writer does, and return its path."""
     path = folder / f".{writer}-abcd1234.compiled_graphs.partial"
     path.write_bytes(b"half")
     then = time.time() - seconds_ago
@@ -25,7 +25,7 @@ def partial(folder, writer, seconds_ago=0.0):
 
 
 @pytest.mark.parametrize("writer", [STORE, SAVED])
-def test_a_file_on_its_way_is_known_by_its_name_and_its_writer(tmp_path, monkeypatch, writer):
+def test_partial_file_is_known_by_name_and_writer(tmp_path, monkeypatch, writer):
     names, replace = [], os.replace
     monkeypatch.setattr(
         os, "replace", lambda source, path: names.append(os.path.basename(source)) or replace(source, path)
@@ -49,7 +49,7 @@ def test_another_programs_partial_file_is_not_ours(name):
     assert not any(is_partial(name, writer) for writer in (STORE, SAVED))
 
 
-def test_a_writer_removes_what_its_killed_processes_left_and_nothing_else(tmp_path):
+def test_writer_removes_only_its_own_old_partial_files(tmp_path):
     dead = partial(tmp_path, SAVED, PARTIAL_AGE + 60)
     kept = [partial(tmp_path, STORE, PARTIAL_AGE + 60), tmp_path / ".download.partial", tmp_path / "mine.partial"]
     for path in kept[1:]:
@@ -60,7 +60,7 @@ def test_a_writer_removes_what_its_killed_processes_left_and_nothing_else(tmp_pa
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "file"])
 
 
-def test_what_a_living_process_writes_stays(tmp_path):
+def test_recent_partial_file_stays(tmp_path):
     alive = partial(tmp_path, SAVED, PARTIAL_AGE - 60)
     write_whole(tmp_path / "file", b"data")
     assert alive.exists()
@@ -77,7 +77,7 @@ def test_bytes_are_read_up_to_a_bound(tmp_path):
         read_bounded(path, 10)
 
 
-def test_what_is_no_file_is_not_opened(tmp_path):
+def test_pipe_or_folder_is_not_opened(tmp_path):
     places = [tmp_path]
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")

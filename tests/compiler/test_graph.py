@@ -27,7 +27,7 @@ def test_any_size_fits_a_symbol(shape):
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 17), (2, 5, 1), (2, 5), (2, 5, 16, 1), (0, 5, 16)])
-def test_a_wrong_static_size_rank_or_empty_dimension_does_not_fit(shape):
+def test_wrong_size_rank_or_empty_dimension_does_not_fit(shape):
     assert not spec(("s0", "s1", 16)).fits([shape])
 
 
@@ -62,7 +62,7 @@ def test_a_guard_that_cannot_be_evaluated_does_not_fit(guard):
     assert not spec(("s0",), guards=(guard,)).fits([(4,)])
 
 
-def test_an_expression_over_a_symbol_no_input_names_does_not_fit():
+def test_expression_over_an_unknown_symbol_does_not_fit():
     assert not spec(("s0 + 2",)).fits([(4,)])
 
 
@@ -79,7 +79,7 @@ def test_guards_cannot_reach_builtins():
 
 
 @pytest.mark.parametrize(("shape", "ones"), [((2, 3, 1), set()), ((1, 3, 1), {"s0"}), ((1, 1, 1), {"s0", "s1"})])
-def test_symbols_at_one_names_the_symbols_and_leaves_static_sizes_out(shape, ones):
+def test_symbols_at_one_leaves_static_sizes_out(shape, ones):
     assert spec(("s0", "s1", 1)).symbols_at_one([shape]) == ones
 
 
@@ -93,7 +93,7 @@ def test_rebuild_gives_back_the_structure_of_the_result(result):
     assert graph.rebuild(tensors) == result
 
 
-def test_weight_layout_speaks_torchs_own_types():
+def test_weight_layout_has_torch_types():
     assert spec((4,)).weight_layout == [((4, 3), (3, 1), torch.bfloat16, torch.device("cpu"))]
 
 

@@ -55,7 +55,7 @@ def data(trust):
 
 
 def rewrite(data, edit, tensors=None):
-    """The file with an edited manifest and the old signature, as a stranger could make it."""
+    """Return the file with an edited manifest and the old signature, as a stranger could make it."""
     size = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + size])["__metadata__"]
     manifest = json.loads(metadata["compiled_graphs"])
@@ -78,13 +78,13 @@ def test_blobs_are_compressed(trust):
     assert len(write_graphs([graph], trust)) < 5_000
 
 
-def test_the_manifest_of_anybodys_file_can_be_read(data):
+def test_manifest_of_a_foreign_file_can_be_read(data):
     entries = read_manifest(data)
     assert [entry.key for entry in entries] == [graph.key for graph in GRAPHS]
     assert {entry.spec for entry in entries} == {SPEC}
 
 
-def test_a_file_from_another_machine_is_refused_before_its_blobs_are_looked_at(data, tmp_path, monkeypatch):
+def test_foreign_file_is_refused_before_blobs_are_read(data, tmp_path, monkeypatch):
     monkeypatch.setattr(graph_file, "_read_blob", None)
     with pytest.raises(UntrustedFile, match="not made on this machine"):
         read_graphs(data, Trust(tmp_path / "another"))
@@ -109,23 +109,23 @@ def test_a_file_its_owner_trusted_is_read(data, tmp_path):
         lambda m: m["graphs"].clear(),
     ],
 )
-def test_an_edited_manifest_is_not_this_machines(data, trust, edit):
+def test_edited_manifest_is_untrusted(data, trust, edit):
     with pytest.raises(UntrustedFile):
         read_graphs(rewrite(data, edit), trust)
 
 
-def test_a_signed_manifest_with_another_files_blob_is_damaged(data, trust):
+def test_swapped_blob_is_damage(data, trust):
     swapped = {GRAPHS[0].key: zlib.compress(GRAPHS[1].executable)}
     with pytest.raises(GraphFileError, match="damaged"):
         read_graphs(rewrite(data, lambda m: None, swapped), trust)
 
 
-def test_a_blob_that_unpacks_to_more_than_it_says_is_stopped(trust, monkeypatch):
+def test_blob_larger_than_signed_is_not_unpacked(trust, monkeypatch):
     bomb = zlib.compress(bytes(50_000_000))
     monkeypatch.setattr(graph_file.zlib, "compress", lambda executable: bomb)
     data = write_graphs([GRAPHS[0]], trust)
     monkeypatch.undo()
-    with pytest.raises(GraphFileError, match="another size"):
+    with pytest.raises(GraphFileError, match="wrong size"):
         read_graphs(data, trust)
 
 
@@ -151,7 +151,7 @@ def test_a_blob_that_unpacks_to_more_than_it_says_is_stopped(trust, monkeypatch)
         ),
     ],
 )
-def test_what_is_no_graph_file_is_said_in_one_sentence(data, words):
+def test_invalid_graph_file_is_one_sentence(data, words):
     with pytest.raises(GraphFileError, match=words) as error:
         read_manifest(data)
     assert "\n" not in str(error.value)
@@ -164,7 +164,7 @@ def test_an_impossible_size_is_refused(data, size):
 
 
 def edit_metadata(data, **texts):
-    """The file with other texts in its header, as JSON's own escapes say them."""
+    """Return the file with other texts in its header, written with JSON's escapes."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header["__metadata__"] |= texts
@@ -177,8 +177,8 @@ def packed(header, rest=b""):
 
 @pytest.mark.parametrize("name", ["signature", "compiled_graphs"])
 @pytest.mark.parametrize("read", [read_graphs, lambda data, trust: read_manifest(data), read_or_list])
-def test_half_a_character_in_the_header_is_said_in_one_sentence(data, trust, name, read):
-    with pytest.raises(GraphFileError, match="no text"):
+def test_lone_surrogate_in_the_header_is_one_sentence(data, trust, name, read):
+    with pytest.raises(GraphFileError, match="not text"):
         read(edit_metadata(data, **{name: "\ud800"}), trust)
 
 
@@ -186,7 +186,7 @@ WRONG = [None, 5, 1.5, True, "text", "\ud800", [], [None], ["\ud800"], [[]], [-1
 
 
 def places_in(value, path=()):
-    """Yield the path of each value of a manifest's first graph."""
+    """Yield the path of each value inside of a JSON value."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -201,7 +201,8 @@ def replaced(value, path, other):
     return copy
 
 
-def test_a_value_of_another_type_anywhere_is_a_list_of_sound_graphs_or_one_sentence(data):
+def test_manifest_with_a_wrong_type_is_sound_or_one_sentence(data):
+    """A value of another type anywhere gives a list of sound graphs or one sentence."""
     manifest = json.loads(manifest_of(data))
     first = manifest["graphs"][0]
     outcomes = []
@@ -227,20 +228,20 @@ def manifest_of(data):
 
 
 @pytest.mark.parametrize("graphs", [None, 5, "text", {}, [5], [[]], ["text"]])
-def test_what_is_no_list_of_graphs_is_said_in_one_sentence(data, graphs):
+def test_invalid_graph_list_is_one_sentence(data, graphs):
     with pytest.raises(GraphFileError, match="manifest is damaged"):
         read_manifest(edit_metadata(data, compiled_graphs=json.dumps({"format": graph_file.FORMAT, "graphs": graphs})))
 
 
 @pytest.mark.parametrize("place", [None, 5, [], {}, {"data_offsets": 5}, {"data_offsets": [0, 10**9]}])
-def test_a_blob_that_is_not_in_the_file_is_damage(data, trust, place):
+def test_missing_blob_is_damage(data, trust, place):
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size]) | {GRAPHS[0].key: place}
     with pytest.raises(GraphFileError, match="not in it"):
         read_graphs(packed(json.dumps(header).encode(), data[8 + size :]), trust)
 
 
-def test_no_sentence_repeats_more_of_a_file_than_a_line_or_steers_a_terminal(data):
+def test_message_quotes_a_file_briefly_and_safely(data):
     for text in ("x" * 10**6, "\x1b[2J\n"):
         with pytest.raises(GraphFileError) as error:
             read_manifest(edit_metadata(data, compiled_graphs=json.dumps({"format": text})))
@@ -250,7 +251,7 @@ def test_no_sentence_repeats_more_of_a_file_than_a_line_or_steers_a_terminal(dat
 
 @pytest.fixture
 def giant(tmp_path):
-    """Return what makes a file of this size, which takes no room: a header, and nothing behind it."""
+    """Return a function that makes a sparse file of a given size, with nothing after a header."""
 
     def make(size, header=b""):
         path = tmp_path / "giant"
@@ -263,7 +264,7 @@ def giant(tmp_path):
 
 
 class Counted(io.BufferedReader):
-    """A file that counts what is read of it."""
+    """A file that counts the bytes that are read from it."""
 
     count = 0
 
@@ -273,7 +274,7 @@ class Counted(io.BufferedReader):
         return found
 
 
-def test_a_giant_is_refused_by_its_header(giant, data, trust):
+def test_oversized_file_is_refused_by_its_header(giant, data, trust):
     with giant(6 * 2**30) as file, pytest.raises(GraphFileError, match="more than any graph file"):
         read_graphs(file, trust)
     with Counted(giant(2**30, data).detach()) as file:
@@ -281,31 +282,31 @@ def test_a_giant_is_refused_by_its_header(giant, data, trust):
         assert file.count == len(data)
 
 
-def test_of_a_giant_blob_nothing_is_read(giant, data, trust):
+def test_oversized_blob_is_not_read(giant, data, trust):
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size]) | {GRAPHS[0].key: {"data_offsets": [0, 2**30]}}
     text = json.dumps(header).encode()
     with Counted(giant(2**30 + 8 + len(text), packed(text)).detach()) as file:
-        with pytest.raises(GraphFileError, match="another size"):
+        with pytest.raises(GraphFileError, match="wrong size"):
             read_graphs(file, trust)
         assert file.count == 8 + len(text)
 
 
-def test_of_a_strangers_file_only_the_header_is_read(giant, data, tmp_path):
+def test_foreign_file_is_read_up_to_its_header(giant, data, tmp_path):
     with Counted(giant(2**30, data).detach()) as file:
         graphs, listed = read_or_list(file, Trust(tmp_path / "another"))
         assert (graphs, len(listed)) == ([], 3)
         assert file.count < 2 * len(data)
 
 
-def test_a_file_larger_than_one_that_is_read_is_not_written(trust, monkeypatch):
+def test_file_too_large_to_read_is_not_written(trust, monkeypatch):
     monkeypatch.setattr(graph_file, "MAX_HEADER", 1000)
     with pytest.raises(GraphFileError, match="too many for one file"):
         write_graphs(GRAPHS, trust)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps permissions elsewhere")
-def test_why_the_key_cannot_be_used_is_what_is_said(data, trust, tmp_path):
+def test_unusable_key_is_the_reason_given(data, trust, tmp_path):
     (trust.folder / "key").chmod(0o644)
     with pytest.raises(UntrustedFile, match="can be read by other users"):
         read_graphs(data, Trust(trust.folder))
@@ -336,7 +337,7 @@ def outcome(data, trust):
         return str(error)
 
 
-def test_no_mutation_of_a_file_yields_anything_but_the_graphs_or_one_sentence(data, trust):
+def test_mutated_file_gives_its_graphs_or_one_sentence(data, trust):
     chance = random.Random(5)
     outcomes = [outcome(mutate(data, chance), trust) for _ in range(10_000)]
     refused = [result for result in outcomes if isinstance(result, str)]

@@ -55,7 +55,7 @@ def test_jobs_from_many_threads_run_one_at_a_time():
 
 
 @pytest.mark.parametrize("limit", ["", "soon"])
-def test_a_limit_that_is_no_number_is_the_default(limit, monkeypatch):
+def test_invalid_limit_is_the_default(limit, monkeypatch):
     monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
     assert CompileJobs().run("sum", lambda: 1 + 1) == 2
 
@@ -78,7 +78,7 @@ def test_the_limit_can_be_set_from_outside(hanging, monkeypatch):
         CompileJobs().run("slow block", hanging.wait)
 
 
-def test_later_jobs_are_refused_while_one_hangs_and_run_again_afterwards(hanging):
+def test_hanging_job_refuses_later_jobs_until_it_ends(hanging):
     jobs, ran = CompileJobs(), []
     with pytest.raises(CompileTimeout):
         jobs.run("slow block", hanging.wait, limit=0.05)
@@ -98,7 +98,7 @@ def test_a_hanging_job_does_not_keep_the_process_alive(hanging):
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "compile slow block")
 
 
-def test_jobs_side_by_side_give_their_results_as_they_come():
+def test_side_by_side_yields_results_as_they_come():
     first = threading.Event()
 
     def slow():
@@ -119,7 +119,7 @@ def test_no_jobs_are_no_threads():
     assert threading.active_count() == before
 
 
-def test_a_check_that_raises_lets_the_jobs_that_wait_be():
+def test_raising_check_starts_no_further_jobs():
     started, release = [], threading.Event()
 
     def job():
@@ -136,7 +136,7 @@ def test_a_check_that_raises_lets_the_jobs_that_wait_be():
     assert started == [1]
 
 
-def test_what_a_job_raises_ends_the_waiting_for_the_others():
+def test_failing_job_ends_the_wait_for_the_others():
     def cancel():
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""One memory format through a graph."""
+"""Memory formats of graphs' inputs and weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAP, ROWS = (2, 8, 5, 7), (2, 35, 8)
         (nn.Conv2d(8, 8, 3), MAP, CPU, "contiguous"),
     ],
 )
-def test_maps_go_into_graphs_for_gpus_in_channels_last(module, shape, device, memory_format):
+def test_input_format_of_maps_on_gpus_is_channels_last(module, shape, device, memory_format):
     assert input_format(nn.Sequential(module), shape, device) == memory_format
 
 
@@ -37,17 +37,17 @@ def test_maps_go_into_graphs_for_gpus_in_channels_last(module, shape, device, me
         (torch.zeros(8, 4), False),
     ],
 )
-def test_weights_of_convolutions_have_layouts_where_the_two_differ(weight, expected):
+def test_has_layouts_only_where_the_two_differ(weight, expected):
     assert has_layouts(weight) == expected
 
 
-def test_the_stride_of_a_weight_in_a_layout_is_the_one_it_would_have():
+def test_stride_in_matches_a_converted_weight():
     weight = torch.zeros(8, 4, 3, 3)
     for layout in (torch.contiguous_format, torch.channels_last):
         assert stride_in(weight, layout) == weight.contiguous(memory_format=layout).stride()
 
 
-def test_only_maps_on_a_gpu_are_laid_out():
+def test_laid_out_changes_only_maps_on_a_gpu():
     on_cpu, rows = torch.zeros(MAP), on_absent_gpu(torch.zeros(ROWS))
     assert laid_out(on_cpu) is on_cpu
     assert laid_out(rows) is rows

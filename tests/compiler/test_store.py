@@ -70,7 +70,7 @@ def fail_with(error):
 
 
 def key(word):
-    """A key that is the same for the same word."""
+    """Return a key that depends only on the word."""
     return hashlib.sha256(word.encode()).hexdigest()
 
 
@@ -79,7 +79,7 @@ WORD = {key(word): word for word in [*WORDS, "open", "small", "unused", "used", 
 
 
 def graph(word, size=1000):
-    """A graph whose file is larger by its size: noise, which does not compress."""
+    """Return a graph with an executable of `size` random bytes, which do not compress."""
     return dataclasses.replace(GRAPH, key=key(word), executable=random.Random(word).randbytes(size))
 
 
@@ -88,7 +88,7 @@ def file_name(word):
 
 
 def keys(store):
-    """The words whose graphs a store has, in order."""
+    """Return the words whose graphs a store has, in order."""
     return sorted(WORD[entry.name.split(".")[0]] for entry in store.entries())
 
 
@@ -99,7 +99,7 @@ def last_used(store, word, seconds_ago):
 
 @contextmanager
 def python(script, *arguments):
-    """A process that runs a script, and does not outlive the block."""
+    """Run a script in a process that is killed at the end of the block."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -115,7 +115,7 @@ def test_a_graph_comes_back_as_it_was_put(store):
     assert store.get(GRAPH.key) == GRAPH
 
 
-def test_a_graph_that_was_never_put_is_absent_without_a_word(store, caplog):
+def test_unknown_graph_is_none_and_logs_nothing(store, caplog):
     assert store.get(key("absent")) is None
     assert said(caplog) == []
 
@@ -136,7 +136,7 @@ def test_a_graph_put_again_replaces_the_old_one(store):
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_counts_as_absent_and_is_said_to_be_unreadable(store, caplog, part):
+def test_truncated_file_is_absent_and_logged(store, caplog, part):
     store.put(GRAPH)
     path = only_file(store)
     data = path.read_bytes()
@@ -146,20 +146,20 @@ def test_a_truncated_file_counts_as_absent_and_is_said_to_be_unreadable(store, c
 
 
 @pytest.mark.parametrize("data", [b"not a graph at all", b"\x00" * 4096, save({"weight": torch.zeros(3)})], ids=len)
-def test_a_file_that_is_no_graph_counts_as_absent(store, caplog, data):
+def test_file_without_a_graph_is_absent(store, caplog, data):
     store.put(GRAPH)
     only_file(store).write_bytes(data)
     assert store.get(GRAPH.key) is None
     assert len(said(caplog)) == 1
 
 
-def test_a_graph_that_another_machine_signed_counts_as_absent(store, tmp_path, caplog):
+def test_graph_signed_elsewhere_is_absent(store, tmp_path, caplog):
     FolderStore(store.folder, Trust(tmp_path / "elsewhere")).put(GRAPH)
     assert store.get(GRAPH.key) is None
     assert "not made on this machine" in said(caplog)[0]
 
 
-def test_a_folder_in_the_place_of_a_file_counts_as_absent(store):
+def test_folder_in_place_of_a_file_is_absent(store):
     store.put(GRAPH)
     path = only_file(store)
     path.unlink()
@@ -168,8 +168,8 @@ def test_a_folder_in_the_place_of_a_file_counts_as_absent(store):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_full_disk_is_said_once_and_leaves_no_partial_file(store, monkeypatch, caplog, step):
-    Trust().sign(b"")  # the key has been made: it is the graph that finds no space
+def test_full_disk_logs_once_and_leaves_no_partial_file(store, monkeypatch, caplog, step):
+    Trust().sign(b"")  # make the key first, so that only writing the graph fails
     monkeypatch.setattr(os, step, fail_with(OSError(errno.ENOSPC, "No space left on device")))
     assert store.put(GRAPH) is False
     assert files(store) == []
@@ -178,7 +178,7 @@ def test_a_full_disk_is_said_once_and_leaves_no_partial_file(store, monkeypatch,
     assert "COMPILED_GRAPHS_STORE" in message
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, caplog):
+def test_store_folder_that_cannot_be_made_logs_once(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     assert FolderStore(tmp_path / "file" / "graphs").put(GRAPH) is False
     assert len(said(caplog)) == 1
@@ -249,7 +249,7 @@ def test_a_damaged_file_is_compiled_again_and_mended(store, damage):
     assert compile_network(network, Registry(GraphCache(store))).counters.from_disk == 1
 
 
-def test_an_executable_that_cannot_be_loaded_is_compiled_again(store):
+def test_unloadable_executable_is_compiled_again(store):
     network = transformer()
     compile_network(network, Registry(GraphCache(store)))
     stored = read_graphs(only_file(store).read_bytes(), Trust())[0]
@@ -259,7 +259,7 @@ def test_an_executable_that_cannot_be_loaded_is_compiled_again(store):
 
 
 @pytest.mark.parametrize("change", [{"key": key("another")}, {"backend": "inductor"}])
-def test_a_file_that_holds_another_graph_than_its_name_says_is_not_used(store, change):
+def test_file_with_another_graphs_name_is_not_used(store, change):
     network = transformer()
     compile_network(network, Registry(GraphCache(store)))
     path = only_file(store)
@@ -268,7 +268,7 @@ def test_a_file_that_holds_another_graph_than_its_name_says_is_not_used(store, c
     assert compile_network(network, Registry(GraphCache(store))).counters.compiles == 1
 
 
-def test_with_a_full_disk_the_graph_still_serves_this_session(store, monkeypatch, caplog):
+def test_full_disk_still_serves_this_session(store, monkeypatch, caplog):
     network = transformer()
     x = network.inputs(sizes())
     expected = network(*x)
@@ -319,7 +319,7 @@ def test_within_the_limit_nothing_goes(store):
     assert keys(store) == ["a", "b", "c"]
 
 
-def test_the_graph_just_written_stays_though_it_is_larger_than_the_limit(store, tmp_path):
+def test_newest_graph_stays_even_above_the_limit(store, tmp_path):
     store.put(graph("small"))
     small = FolderStore(store.folder, limit=10)
     assert small.put(graph("large", 100_000)) is True
@@ -341,7 +341,7 @@ def test_only_graph_files_count_and_go(store):
     }
 
 
-def test_a_file_that_cannot_be_removed_is_passed_over(store, monkeypatch, caplog):
+def test_unremovable_file_is_skipped(store, monkeypatch, caplog):
     for age, word in enumerate(["newer", "older", "open"]):
         store.put(graph(word))
         last_used(store, word, 100 * age + 100)
@@ -373,7 +373,7 @@ def test_a_file_that_vanished_meanwhile_counts_as_gone(store, monkeypatch, caplo
 
 
 def only_size(store):
-    """The size that all graph files of a store have."""
+    """Return the size of a store's graph files, which must be equal."""
     (size,) = {entry.size for entry in store.entries()}
     return size
 
@@ -391,7 +391,7 @@ def only_size(store):
         ("inf", 10 * 10**9),
     ],
 )
-def test_the_limit_is_in_gigabytes_and_nonsense_is_ten(monkeypatch, tmp_path, text, limit):
+def test_limit_is_in_gigabytes_and_invalid_means_ten(monkeypatch, tmp_path, text, limit):
     monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
     if text is not None:
         monkeypatch.setenv("COMPILED_GRAPHS_STORE_LIMIT", text)
@@ -399,7 +399,7 @@ def test_the_limit_is_in_gigabytes_and_nonsense_is_ten(monkeypatch, tmp_path, te
     assert FolderStore(tmp_path).limit == limit
 
 
-def test_partial_files_of_the_dead_are_swept_and_those_of_the_living_stay(store):
+def test_sweep_removes_only_old_partial_files(store):
     store.put(graph("a"))
     end = ".compiled_graphs.partial"
     left = {f".store-dead{end}": 61, f".store-living{end}": 59, f".saved-dead{end}": 61, ".download.partial": 61}
@@ -443,7 +443,7 @@ def test_notes_come_back_and_are_no_graphs(store):
     assert store.note(key("a")) == b"[2]"
 
 
-def test_notes_that_cannot_be_written_or_read_are_no_notes(store, monkeypatch):
+def test_unwritable_or_unreadable_note_is_none(store, monkeypatch):
     store.put_note(key("a"), b"[1]")
     (store.folder / f"{key('b')}.wanted.json").mkdir()
     assert store.note(key("b")) is None
@@ -456,7 +456,7 @@ def note_path(store, word="a"):
     return store.folder / f"{key(word)}.wanted.json"
 
 
-def test_a_note_that_another_machine_wrote_is_none_and_that_is_said(store, tmp_path, caplog):
+def test_note_from_another_machine_is_none_and_logged(store, tmp_path, caplog):
     FolderStore(store.folder, Trust(tmp_path / "elsewhere")).put_note(key("a"), b"[1]")
     assert store.note(key("a")) is None
     (message,) = said(caplog)
@@ -465,7 +465,7 @@ def test_a_note_that_another_machine_wrote_is_none_and_that_is_said(store, tmp_p
     assert store.note(key("a")) == b"[2]"
 
 
-def test_a_note_under_another_name_is_none(store):
+def test_note_under_another_name_is_none(store):
     store.put_note(key("a"), b"[1]")
     note_path(store, "b").write_bytes(note_path(store).read_bytes())
     assert store.note(key("b")) is None
@@ -487,7 +487,7 @@ def test_a_note_under_another_name_is_none(store):
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_what_is_no_note_is_said_in_one_sentence(store, caplog, data):
+def test_invalid_note_logs_one_sentence(store, caplog, data):
     store.folder.mkdir()
     note_path(store).write_bytes(data)
     assert store.note(key("a")) is None
@@ -497,7 +497,7 @@ def test_what_is_no_note_is_said_in_one_sentence(store, caplog, data):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(store, caplog):
+def test_store_does_not_wait_for_a_pipe(store, caplog):
     store.folder.mkdir()
     os.mkfifo(store.folder / file_name("a"))
     os.mkfifo(note_path(store))
@@ -508,7 +508,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(store, caplog):
     assert store.get(key("a")) == graph("a")
 
 
-def test_a_giant_in_the_place_of_a_file_is_one_sentence_and_replaced(store, caplog):
+def test_oversized_file_logs_one_sentence_and_is_replaced(store, caplog):
     store.folder.mkdir()
     for path in (store.folder / file_name("a"), note_path(store)):
         path.touch()
@@ -528,7 +528,7 @@ def header_with(data, **texts):
 
 
 @pytest.mark.parametrize("name", ["signature", "compiled_graphs"])
-def test_a_region_whose_file_holds_half_a_character_is_compiled_again_and_the_file_mended(store, name):
+def test_lone_surrogate_in_a_file_is_compiled_again_and_mended(store, name):
     network = transformer()
     compile_network(network, Registry(GraphCache(store)))
     path = only_file(store)
@@ -538,7 +538,7 @@ def test_a_region_whose_file_holds_half_a_character_is_compiled_again_and_the_fi
     assert compile_network(network, Registry(GraphCache(store))).counters.from_disk == 1
 
 
-def test_a_graph_that_is_discarded_is_gone(store):
+def test_discarded_graph_is_gone(store):
     store.put(graph("a"))
     store.put(graph("b"))
     assert [store.discard(key(word)) for word in ("a", "a")] == [True, True]
@@ -570,7 +570,7 @@ OTHERS = [
 
 
 def filled(store):
-    """Fill the store's folder with what others wrote; return the paths."""
+    """Fill the store's folder with files that the store did not write. Return their paths."""
     data = write_graphs([GRAPH], Trust())
     paths = [store.folder / name for name in OTHERS]
     for path in paths:
@@ -580,7 +580,7 @@ def filled(store):
     return paths
 
 
-def test_what_others_wrote_in_the_stores_folder_is_no_part_of_it_and_stays(store):
+def test_foreign_files_in_the_folder_are_ignored_and_stay(store):
     others = filled(store)
     store.limit = 0
     for word in ("a", "b"):
@@ -598,7 +598,7 @@ def test_what_others_wrote_in_the_stores_folder_is_no_part_of_it_and_stays(store
 
 
 @pytest.mark.parametrize("name", ["../a", "a", "", "A" * 64, "0" * 63, "0" * 64 + "\n", "\x1b" + "0" * 63])
-def test_a_key_that_is_none_names_no_file(store, name, caplog):
+def test_invalid_key_names_no_file(store, name, caplog):
     store.folder.mkdir()
     assert store.put(dataclasses.replace(GRAPH, key=name)) is False
     assert store.get(name) is None
@@ -610,7 +610,7 @@ def test_a_key_that_is_none_names_no_file(store, name, caplog):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps permissions elsewhere")
-def test_a_key_that_others_can_read_is_said_and_no_graph_is_loaded_or_kept(store, caplog):
+def test_readable_key_is_logged_and_stops_the_store(store, caplog):
     store.put(GRAPH)
     (Trust().folder / "key").chmod(0o644)
     again = FolderStore(store.folder)
@@ -622,7 +622,7 @@ def test_a_key_that_others_can_read_is_said_and_no_graph_is_loaded_or_kept(store
     assert files(store) == [f"{GRAPH.key}.graph.safetensors"]
 
 
-def test_clear_removes_what_the_store_wrote_and_nothing_else(store):
+def test_clear_removes_only_the_stores_files(store):
     store.put(graph("a"))
     store.put_note(key("a"), b"[]")
     with store.exclusive(key("a")):
@@ -651,7 +651,7 @@ with store.exclusive(graph.key):
 """
 
 
-def test_two_processes_that_want_one_graph_compile_it_once(store, tmp_path):
+def test_two_processes_compile_a_graph_once(store, tmp_path):
     (tmp_path / "graph").write_bytes(pickle.dumps(GRAPH))
     arguments = COMPILER, store.folder, tmp_path / "graph"
     with python(*arguments) as first, python(*arguments) as second:
@@ -703,13 +703,13 @@ def test_threads_take_turns(store):
     assert (inside, most) == (0, 1)
 
 
-def test_who_has_waited_long_goes_on_without_the_lock(store, monkeypatch, caplog):
+def test_lock_timeout_goes_on_without_the_lock(store, monkeypatch, caplog):
     monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.1)
     with store.exclusive("0123"):
         assert said(caplog) == []
         with FolderStore(store.folder).exclusive("0123"):
             (message,) = said(caplog)
-            assert "compiling beside it" in message
+            assert "compiles without waiting" in message
         with FolderStore(store.folder).exclusive("0123"):
             assert len(said(caplog)) == 2
 
@@ -720,14 +720,14 @@ def test_other_graphs_do_not_wait(store, monkeypatch, caplog):
         assert said(caplog) == []
 
 
-def test_there_are_no_more_locks_than_pairs_of_characters(store):
+def test_locks_are_at_most_one_per_key_prefix(store):
     for number in range(600):
         with store.exclusive(f"{number % 256:02x}{number:062x}"):
             pass
     assert len(list((store.folder / store_module.LOCKS).iterdir())) <= 256
 
 
-def test_an_error_inside_goes_out_and_frees_the_lock(store, monkeypatch, caplog):
+def test_lock_is_freed_by_an_error(store, monkeypatch, caplog):
     with pytest.raises(TimeoutError, match="mine"), store.exclusive("0123"):
         raise TimeoutError("mine")
     monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.1)
@@ -736,14 +736,14 @@ def test_an_error_inside_goes_out_and_frees_the_lock(store, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), PermissionError(errno.EACCES, "denied"), OSError("strange")])
-def test_where_there_can_be_no_lock_it_goes_on_without_a_word(store, monkeypatch, caplog, error):
+def test_unsupported_lock_is_not_logged(store, monkeypatch, caplog, error):
     monkeypatch.setattr(filelock.FileLock, "acquire", fail_with(error))
     with store.exclusive("0123"):
         assert store.put(GRAPH) is True
     assert said(caplog) == []
 
 
-def test_a_lock_folder_that_cannot_be_made_is_no_obstacle(tmp_path, caplog):
+def test_missing_lock_folder_is_no_obstacle(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     with FolderStore(tmp_path / "file").exclusive("0123"):
         pass
@@ -751,7 +751,7 @@ def test_a_lock_folder_that_cannot_be_made_is_no_obstacle(tmp_path, caplog):
 
 
 class Bucket(MemoryFileSystem):
-    """S3 as s3fs shows it: a listing that is remembered, with LastModified."""
+    """S3 as s3fs shows it: the listing is cached and has the field LastModified."""
 
     protocol = "s3"
     store: ClassVar = {}
@@ -774,7 +774,7 @@ class Bucket(MemoryFileSystem):
 
 
 class Unreachable(fsspec.AbstractFileSystem):
-    """A file system whose every operation fails, and not with an OSError."""
+    """A file system in which every operation raises something other than OSError."""
 
     protocol = "unreachable"
 
@@ -798,7 +798,7 @@ class Unlistable(MemoryFileSystem):
 
 @pytest.fixture
 def drivers(monkeypatch):
-    """Make these protocols of fsspec for a test, and leave its memory empty."""
+    """Register these protocols in fsspec for a test, and empty its memory file system afterwards."""
     made = (Bucket, Unreachable, Unconnectable, Unlistable)
     for driver in made:
         monkeypatch.setitem(_registry, driver.protocol, driver)
@@ -835,7 +835,7 @@ def test_notes_come_back_from_a_url(drivers):
     assert UrlStore("memory://graphs").note(key("b")) is None
 
 
-def test_a_giant_at_a_url_is_one_sentence(drivers, caplog, monkeypatch):
+def test_oversized_object_at_a_url_logs_one_sentence(drivers, caplog, monkeypatch):
     store = UrlStore("memory://graphs")
     store.put(GRAPH)
     monkeypatch.setattr(store_module, "MAX_FILE", 100)
@@ -844,7 +844,7 @@ def test_a_giant_at_a_url_is_one_sentence(drivers, caplog, monkeypatch):
     assert "more than 100 bytes" in message
 
 
-def test_what_others_wrote_at_a_url_stays(drivers):
+def test_foreign_files_at_a_url_stay(drivers):
     store, files = UrlStore("memory://graphs", limit=0), MemoryFileSystem()
     others = [name for name in OTHERS if "/" not in name]
     for name in others:
@@ -898,7 +898,7 @@ def test_workers_that_share_the_key_share_the_graphs(drivers, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["unreachable://graphs", "unconnectable://graphs"])
-def test_a_file_system_that_fails_in_its_own_way_is_an_empty_one(drivers, caplog, url):
+def test_failing_driver_acts_as_an_empty_store(drivers, caplog, url):
     store = open_store(url)
     assert store.get(GRAPH.key) is None
     (message,) = said(caplog)
@@ -915,7 +915,7 @@ def test_a_file_system_that_fails_in_its_own_way_is_an_empty_one(drivers, caplog
         store.entries()
 
 
-def test_a_place_that_keeps_one_waiting_is_left_alone_for_a_while(drivers, monkeypatch):
+def test_slow_url_is_not_asked_again_for_a_while(drivers, monkeypatch):
     now, asked = [0.0], []
 
     def fail_slowly(*args, **kwargs):
@@ -931,7 +931,7 @@ def test_a_place_that_keeps_one_waiting_is_left_alone_for_a_while(drivers, monke
     assert [store.get(key("three")), len(asked)] == [None, 2]
 
 
-def test_with_an_unreachable_store_the_graph_still_serves_this_session(drivers):
+def test_unreachable_url_still_serves_this_session(drivers):
     network = transformer()
     x = network.inputs(sizes())
     expected = network(*x)
@@ -940,7 +940,7 @@ def test_with_an_unreachable_store_the_graph_still_serves_this_session(drivers):
     assert compiled.summary().compiled == 1
 
 
-def test_a_place_that_cannot_be_listed_still_keeps_graphs(drivers, caplog):
+def test_unlistable_url_still_keeps_graphs(drivers, caplog):
     store = UrlStore("unlistable://graphs", limit=0)
     assert store.put(GRAPH) is True
     assert store.get(GRAPH.key) == GRAPH
@@ -961,13 +961,13 @@ def test_what_is_no_url_is_a_folder(place):
     assert store.folder == Path(place)
 
 
-def test_an_unknown_protocol_is_said_in_one_sentence():
+def test_unknown_protocol_is_refused_in_one_sentence():
     with pytest.raises(StoreError, match=r"nonsense://x cannot be used .*nonsense.*s3://bucket/folder with s3fs"):
         open_store("nonsense://x")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/graphs", "simplecache::s3://bucket/graphs"])
-def test_a_missing_driver_is_said_with_what_to_install(monkeypatch, url):
+def test_missing_driver_names_the_package(monkeypatch, url):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(StoreError, match="not installed here: Install s3fs"):
         open_store(url)

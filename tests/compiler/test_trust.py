@@ -24,7 +24,7 @@ def test_a_signature_covers_its_manifest_and_no_other(trust):
     assert not any(trust.signed(b"manifest", wrong) for wrong in ("", "é", "\ud800", signature + "\ud800"))
 
 
-def test_the_key_survives_a_restart_and_is_the_owners_alone(trust):
+def test_key_survives_a_restart_and_is_private(trust):
     signature = trust.sign(b"manifest")
     assert Trust(trust.folder).signed(b"manifest", signature)
     if os.name != "nt":
@@ -49,12 +49,12 @@ def test_processes_that_start_together_share_one_key(tmp_path):
     assert [path.name for path in (tmp_path / "trust").iterdir()] == ["key"]
 
 
-def test_a_folder_without_hard_links_has_a_key_as_well(trust, monkeypatch):
+def test_key_without_hard_links(trust, monkeypatch):
     def refuse(source, target):
         raise PermissionError(errno.EPERM, "Operation not permitted", source)
 
     monkeypatch.setattr(os, "link", refuse)
-    test_the_key_survives_a_restart_and_is_the_owners_alone(trust)
+    test_key_survives_a_restart_and_is_private(trust)
     assert [path.name for path in trust.folder.iterdir()] == ["key"]
 
 
@@ -68,7 +68,7 @@ def test_only_the_very_file_that_was_trusted_is(trust):
 
 def test_a_list_that_was_edited_loses_nothing(trust):
     first = trust.add(io.BytesIO(b"first"))
-    (trust.folder / "trusted").write_text(first)  # an editor that leaves out the last line's end
+    (trust.folder / "trusted").write_text(first)  # some editors leave out the last newline
     trust.add(io.BytesIO(b"second"))
     assert all(trust.trusts(io.BytesIO(content)) for content in (b"first", b"second"))
 
@@ -90,7 +90,7 @@ def write_own(path, data):
 
 @POSIX
 @pytest.mark.parametrize("umask", [0, 0o022, 0o777])
-def test_what_is_made_is_the_owners_alone_whatever_the_umask(tmp_path, umask):
+def test_files_are_private_whatever_the_umask(tmp_path, umask):
     trust = Trust(tmp_path / "config" / "trust")
     before = os.umask(umask & ~0o700)
     try:
@@ -105,7 +105,7 @@ def test_what_is_made_is_the_owners_alone_whatever_the_umask(tmp_path, umask):
 
 @POSIX
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602, 0o777])
-def test_a_key_that_others_can_read_is_not_used_and_that_is_said(trust, mode):
+def test_readable_key_is_refused_with_a_reason(trust, mode):
     signature = trust.sign(b"manifest")
     (trust.folder / "key").chmod(mode)
     again = Trust(trust.folder)
@@ -116,7 +116,7 @@ def test_a_key_that_others_can_read_is_not_used_and_that_is_said(trust, mode):
 
 
 @POSIX
-def test_a_list_that_others_can_change_trusts_nothing_and_that_is_said(trust, caplog):
+def test_writable_list_trusts_nothing_and_is_logged(trust, caplog):
     trust.add(io.BytesIO(b"file"))
     (trust.folder / "trusted").chmod(0o666)
     assert not trust.trusts(io.BytesIO(b"file"))
@@ -130,7 +130,7 @@ def test_a_list_that_others_can_change_trusts_nothing_and_that_is_said(trust, ca
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
 @pytest.mark.parametrize("name", ["key", "trusted"])
-def test_a_pipe_in_the_place_of_a_file_is_said(trust, name, caplog):
+def test_pipe_in_place_of_a_file_is_refused(trust, name, caplog):
     trust.folder.mkdir()
     os.mkfifo(trust.folder / name)
     with pytest.raises(OSError, match="a pipe"):
@@ -138,7 +138,7 @@ def test_a_pipe_in_the_place_of_a_file_is_said(trust, name, caplog):
     assert not trust.trusts(io.BytesIO(b"file"))
 
 
-def test_a_folder_that_cannot_be_made_is_said_with_the_remedy(tmp_path):
+def test_key_folder_that_cannot_be_made_names_the_remedy(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UnusableKey, match="COMPILED_GRAPHS_TRUST"):
         Trust(tmp_path / "file" / "trust").sign(b"manifest")

@@ -34,13 +34,13 @@ def test_a_float8_output_is_compared_too():
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_graph_that_is_not_finite_where_eager_is_disagrees(value):
+def test_nonfinite_graph_disagrees_with_finite_eager(value):
     assert disagreement([torch.tensor([1.0, value])], [torch.tensor([1.0, 2.0])]) is not None
 
 
 @pytest.mark.parametrize("broken", [NAN, INF, -INF])
 @pytest.mark.parametrize("ours", [NAN, INF, 0.0])
-def test_a_graph_may_have_anything_where_eager_is_not_finite(broken, ours):
+def test_nonfinite_eager_elements_are_not_compared(broken, ours):
     assert disagreement([torch.tensor([1.0, ours])], [torch.tensor([1.0, broken])]) is None
 
 
@@ -68,7 +68,7 @@ def test_the_second_output_is_looked_at_too():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_values_that_are_no_floats_must_be_equal(dtype):
+def test_integer_outputs_must_be_equal(dtype):
     theirs = torch.tensor([1, 0, 1]).to(dtype)
     assert disagreement([theirs.clone()], [theirs]) is None
     assert disagreement([1 - theirs.long() if dtype is torch.int64 else ~theirs], [theirs]) is not None
@@ -83,7 +83,7 @@ def test_an_empty_output_agrees():
     assert disagreement([torch.ones(0, 3)], [torch.ones(0, 3)]) is None
 
 
-def test_a_graph_that_computes_in_a_coarser_dtype_may_err_as_that_does():
+def test_coarser_precision_widens_the_bound():
     theirs = torch.ones(100, dtype=torch.float16)
     ours = theirs * 1.1
     assert disagreement([ours], [theirs])
@@ -91,7 +91,7 @@ def test_a_graph_that_computes_in_a_coarser_dtype_may_err_as_that_does():
     assert disagreement([theirs * 1.5], [theirs], torch.float8_e4m3fn)
 
 
-def test_a_complex_output_is_compared_within_the_bound_too():
+def test_complex_output_is_compared_within_the_bound():
     theirs = torch.ones(3, dtype=torch.complex64)
     assert disagreement([theirs * (1 + 1e-5)], [theirs]) is None
     assert disagreement([theirs * 1j], [theirs]) is not None

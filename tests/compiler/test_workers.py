@@ -28,7 +28,7 @@ from torch import nn
 
 CPU = torch.device("cpu")
 PATIENCE = 300.0
-"""Seconds after which something that is to come is taken not to come."""
+"""Seconds. What has not happened by then counts as a failure."""
 
 
 def setup(backend, device):
@@ -52,7 +52,7 @@ def variant():
     return variant
 
 
-def test_a_region_comes_back_as_a_graph_that_gives_eagers_values(workers, variant):
+def test_worker_graph_gives_eagers_values(workers, variant):
     cache = GraphCache(workers=workers)
     counters = Counters()
     entry, source = cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED)
@@ -65,7 +65,7 @@ def test_a_region_comes_back_as_a_graph_that_gives_eagers_values(workers, varian
     assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED) == (entry, "memory")
 
 
-def test_its_key_and_contract_are_those_of_a_graph_made_here(workers, variant):
+def test_worker_graph_has_the_key_and_contract_of_a_local_one(workers, variant):
     there, here = GraphCache(workers=workers), GraphCache()
     made = [
         cache.get_or_compile(variant, by(), place)[0].graph.identity()
@@ -74,7 +74,7 @@ def test_its_key_and_contract_are_those_of_a_graph_made_here(workers, variant):
     assert made[0] == made[1]
 
 
-def test_no_weights_travel(variant, monkeypatch):
+def test_no_weights_are_sent(variant, monkeypatch):
     sent = []
     monkeypatch.setattr(workers_module.pickle, "dumps", lambda order: sent.append(order) or b"")
     workers = Workers(setup, Host(), count=1)
@@ -87,20 +87,20 @@ def test_no_weights_travel(variant, monkeypatch):
 
 
 class LocalBlock(nn.Module):
-    """Of a module that another process cannot import."""
+    """A block of a module that another process cannot import."""
 
     def forward(self, x):
         return x
 
 
-def test_code_that_another_process_cannot_import_is_compiled_here_or_stays_eager(workers, variant, monkeypatch):
+def test_unimportable_code_is_compiled_here_or_stays_eager(workers, variant, monkeypatch):
     module = types.ModuleType("only_here")
     module.LocalBlock = LocalBlock
     monkeypatch.setitem(sys.modules, "only_here", module)
     monkeypatch.setattr(LocalBlock, "__module__", "only_here")
     block = LocalBlock()
     block.weight = nn.Parameter(torch.ones(1))
-    block.function = lambda x: x  # cannot be pickled
+    block.function = lambda x: x  # a lambda cannot be pickled
     with pytest.raises(WorkerError, match="cannot be sent"):
         workers.compile(replace(variant, module=block), "eager")
     del block.function
@@ -108,12 +108,12 @@ def test_code_that_another_process_cannot_import_is_compiled_here_or_stays_eager
         workers.compile(replace(variant, module=block), "eager")
 
 
-def test_code_that_differs_there_is_refused(workers, variant):
-    with pytest.raises(WorkerError, match="another one"):
+def test_code_that_differs_in_a_worker_is_refused(workers, variant):
+    with pytest.raises(WorkerError, match="differs in a worker process"):
         workers.compile(replace(variant, fingerprint="0" * 64), "eager")
 
 
-def test_where_a_worker_cannot_this_process_compiles(workers, variant, monkeypatch):
+def test_failing_worker_leaves_it_to_this_process(workers, variant, monkeypatch):
     def fail(*_):
         raise WorkerError("no")
 
@@ -137,7 +137,7 @@ def test_a_process_that_dies_is_replaced(workers, variant):
     assert workers.compile(variant, "eager")
 
 
-@pytest.mark.parametrize("limit", ["1e-9", "0.2"])  # before the process is asked, and while its answer is awaited
+@pytest.mark.parametrize("limit", ["1e-9", "0.2"])  # expires before the order is sent, and during the wait
 def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch, limit):
     workers = Workers(setup, Host(), count=1)
     monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
@@ -150,7 +150,7 @@ def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch, l
 
 
 @pytest.mark.parametrize("length", [0, 4, 12, -1])
-def test_a_message_that_was_cut_short_is_an_end(length):
+def test_truncated_message_is_an_end(length):
     message = io.BytesIO()
     send(message, "a graph")
     with pytest.raises(EOFError):
@@ -167,7 +167,7 @@ def test_idle_processes_end(variant, monkeypatch):
     assert not workers.are_warm
 
 
-def test_nothing_is_imported_from_the_directory_that_the_host_was_started_from(variant, tmp_path, monkeypatch):
+def test_worker_imports_nothing_from_the_current_directory(variant, tmp_path, monkeypatch):
     ground = traps(tmp_path)
     monkeypatch.chdir(ground)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", os.environ.get("PYTHONPATH", "")]))
@@ -178,19 +178,19 @@ def test_nothing_is_imported_from_the_directory_that_the_host_was_started_from(v
 
 
 def traps(folder):
-    """A folder with a module of every name that a process could ask for; each of them takes down that it was run."""
+    """Fill a folder with a module for every name that a process may import. Each module records that it ran."""
     names = sys.stdlib_module_names | {"torch", "numpy", "sympy", "start", "worker", "compiler", "compiled_graphs"}
     for name in names:
         (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write('{name} ')\n")
     return folder
 
 
-def test_a_trap_springs(tmp_path):
+def test_traps_log_their_import(tmp_path):
     subprocess.run([sys.executable, "-c", "import this"], cwd=traps(tmp_path), check=True)
     assert "this" in (tmp_path / "imported").read_text()
 
 
-def test_a_process_ends_with_the_one_that_began_it():
+def test_worker_ends_with_its_parent():
     code = (
         "import sys, time, torch; from compiled_graphs.compiler.workers import Workers\n"
         "from compiled_graphs.compiler.worker import Setup; from compiled_graphs.compiler.host import Host\n"
@@ -212,11 +212,11 @@ def _runs(number):
         os.kill(number, 0)
     except ProcessLookupError:
         return False
-    stat = Path(f"/proc/{number}/stat")  # where there is one, a process whose end nobody has looked at is in it
+    stat = Path(f"/proc/{number}/stat")  # on Linux a zombie, whose parent has not waited for it, is still listed
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_processes_end_at_once_where_gpu_memory_is_scarce(variant, monkeypatch):
+def test_scarce_gpu_memory_ends_processes_at_once(variant, monkeypatch):
     workers = Workers(setup, Host(), count=1)
     workers.compile(variant, "eager")
     for free, remains in ((workers_module.PLENTY, True), (workers_module.PLENTY - 1, False)):
@@ -243,7 +243,7 @@ def test_no_more_processes_than_allowed(workers, variant):
     assert len(most) == 5
 
 
-def test_few_graphs_do_not_begin_processes(workers):
+def test_few_graphs_start_no_processes(workers):
     cold = Workers(setup, Host(), count=4)
     assert not cold.pay(4)
     assert cold.pay(5)
@@ -255,7 +255,7 @@ def test_few_graphs_do_not_begin_processes(workers):
     ("cores", "said", "count"),
     [(16, None, 8), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (16, "x", 8)],
 )
-def test_the_count_follows_the_machine_or_what_somebody_says(cores, said, count, monkeypatch):
+def test_worker_count_follows_machine_or_variable(cores, said, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
     monkeypatch.setattr(workers_module, "MEMORY", 1)
     monkeypatch.delenv("COMPILED_GRAPHS_WORKERS", raising=False)
@@ -264,7 +264,7 @@ def test_the_count_follows_the_machine_or_what_somebody_says(cores, said, count,
     assert worker_count() == count
 
 
-def test_a_system_that_does_not_limit_cores_is_asked_for_all(monkeypatch):
+def test_worker_count_without_affinity_uses_all_cores(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     monkeypatch.setattr(workers_module, "MEMORY", 1)
@@ -289,7 +289,7 @@ class Layers(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Blocks of one class and of several lengths."""
+    """A network with blocks of one class but several lengths."""
 
     def __init__(self, *lengths):
         super().__init__()
@@ -305,7 +305,7 @@ class Mixed(nn.Module):
 
 
 class TwoBusyProcesses(Workers):
-    """Notes who asks, and keeps the first two until both are there."""
+    """Records the orders, and blocks the first two until both have arrived."""
 
     def __init__(self):
         super().__init__(setup, Host(), count=2)
@@ -328,7 +328,8 @@ class TwoBusyProcesses(Workers):
         raise WorkerError("busy")
 
 
-def test_what_takes_longest_is_asked_for_first_and_nothing_before_a_process_is_free():
+def test_largest_regions_are_ordered_first():
+    """The slowest compiles come first, and no order is made before a process is free."""
     workers = TwoBusyProcesses()
     compile_network(Mixed(1, 4, 2, 5, 3), Registry(GraphCache(workers=workers)))
     assert (set(workers.asked[:2]), sorted(workers.asked)) == ({4, 5}, [1, 2, 3, 4, 5])

@@ -1,4 +1,4 @@
-"""OneFlow as a backend: the side that has torch."""
+"""OneFlow as a backend, on the side of the process that has torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .program import portable
 from .worker_process import PACKAGE, WorkerProcess
 
 PYTHON = "COMPILED_GRAPHS_ONEFLOW_PYTHON"
-"""Environment variable: a Python that has OneFlow, if this one has not."""
+"""Environment variable with the path of a Python that has OneFlow, if this Python has none."""
 NEWEST_MAJOR_OF_0_9 = 8
-"""Compute capability, major, that OneFlow 0.9.0's packages have code for; they bring none to translate."""
+"""Newest major compute capability that OneFlow 0.9.0's packages have code for. They contain no PTX for newer GPUs."""
 
 
 class Engine(Protocol):
-    """Where OneFlow runs."""
+    """The process in which OneFlow runs: this one or another."""
 
     def add(self, name: str, data: bytes, weights: int) -> None: ...
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 
 class InProcess:
-    """OneFlow in this process, on the same memory as torch."""
+    """OneFlow in this process. It shares tensors' memory with torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,18 +67,18 @@ class InProcess:
 
     def run(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # OneFlow has streams of its own
+            torch.cuda.current_stream(self._device).synchronize()  # OneFlow uses its own streams
         with self._lock:
             results = self._instances.run(name, [_to_oneflow(tensor) for tensor in tensors])
             return [_to_torch(result) for result in results]
 
 
 def _to_oneflow(tensor: torch.Tensor) -> Any:
-    """Share a tensor's memory. Parameters say that they want gradients, and then give none away."""
+    """Share a tensor's memory. It is detached, because DLPack does not export tensors that require gradients."""
     import oneflow
 
     plain = tensor.detach().contiguous()
-    if tensor.dtype is torch.bool:  # which OneFlow 0.9.0 does not take from others
+    if tensor.dtype is torch.bool:  # OneFlow 0.9.0 does not import bool through DLPack
         return oneflow.from_dlpack(torch.utils.dlpack.to_dlpack(plain.view(torch.uint8))).to(oneflow.bool)
     return oneflow.from_dlpack(torch.utils.dlpack.to_dlpack(plain))
 
@@ -94,7 +94,7 @@ def _to_torch(result: Any) -> torch.Tensor:
 
 
 class OneFlowExecutable:
-    """An exported program and the jobs compiled of it so far."""
+    """An exported program and the jobs that OneFlow has compiled from it so far."""
 
     def __init__(self, data: bytes, device: torch.device) -> None:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -126,9 +126,9 @@ class OneFlowBackend:
 
     name = "oneflow"
     recording = None
-    """OneFlow has streams of its own, and waits for them."""
+    """None: OneFlow uses its own streams and waits for them."""
     grows = True
-    """By a compiled job for each size that turns up."""
+    """Each new size adds a compiled job."""
 
     def available(self, device: torch.device) -> str | None:
         reason = _missing(device)
@@ -150,9 +150,9 @@ class OneFlowBackend:
         torch.export.default_decompositions()
 
     def compile(self, exported: ExportedRegion) -> OneFlowExecutable:
-        """Translate a region; OneFlow compiles it when it is called, for the sizes that it is called with.
+        """Translate a region. OneFlow compiles it when it is called, for the sizes of that call.
 
-        Raises Unsupported at what OneFlow cannot compute.
+        Raises Unsupported if OneFlow cannot compute it.
         """
         return OneFlowExecutable(pack(portable(exported)), torch.device(exported.spec.device))
 
@@ -161,7 +161,7 @@ class OneFlowBackend:
 
 
 def engine(device: torch.device) -> Engine:
-    """Return the place where OneFlow serves a device: one for each, for as long as this process lives."""
+    """Return the engine of a device. Each device has one for as long as this process lives."""
     with _lock:
         key = str(device), _python()
         if key not in _engines:
@@ -174,18 +174,18 @@ _lock = threading.Lock()
 
 
 def onediff_text() -> str:
-    """Say what an installed onediff lacks, or nothing if none is installed. It is not imported.
+    """Return a sentence on what an installed onediff lacks, or "" if none is installed. onediff is not imported.
 
-    Its `oneflow_compile` is another translation of the same blocks, on a OneFlow that no package index has.
+    Its `oneflow_compile` translates the same blocks in another way, with a OneFlow that no package index has.
     """
     try:
         version = metadata.version("onediff")
     except metadata.PackageNotFoundError:
         return ""
     if _is_here() and Path(importlib.util.find_spec("oneflow").origin).parent.joinpath(*_ARGS_TREE).is_file():
-        return f"onediff {version} is installed with a OneFlow that is new enough for it; it is not needed here."
-    found = f"OneFlow {metadata.version('oneflow')} lacks" if _is_here() else "no OneFlow is in this Python with"
-    return f"onediff {version} is installed, but {found} oneflow.framework.args_tree, which it needs; it is not used."
+        return f"onediff {version} is installed with a OneFlow that is new enough for it, but it is not needed here."
+    found = f"OneFlow {metadata.version('oneflow')} lacks" if _is_here() else "this Python has no OneFlow with"
+    return f"onediff {version} is installed, but {found} oneflow.framework.args_tree, which it needs. It is not used."
 
 
 _ARGS_TREE = ("framework", "args_tree.py")
@@ -209,7 +209,7 @@ def _missing(device: torch.device) -> str | None:
         here = ".".join(map(str, sys.version_info[:2]))
         return (
             f"OneFlow is not installed in this Python ({here}; it has packages for 3.7 to 3.10): "
-            f"scripts/oneflow.sh makes a Python that has it, for {PYTHON} to name."
+            f"scripts/oneflow.sh makes a Python that has it. Set {PYTHON} to its path."
         )
     found = probe(_python())
     if found.error:
@@ -227,18 +227,18 @@ def _missing(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Found:
-    """A Python's OneFlow."""
+    """The OneFlow that a Python has."""
 
     version: str = ""
     capability: tuple[int, int] | None = None
-    """Compute capability of the GPU that it sees, if any."""
+    """Compute capability of the GPU that OneFlow sees, or None."""
     error: str = ""
-    """Why it cannot be used, if so."""
+    """Why OneFlow cannot be used. Empty if it can."""
 
 
 @lru_cache
 def probe(python: str) -> Found:
-    """Ask a Python about its OneFlow, once: that takes a second."""
+    """Ask a Python about its OneFlow. The answer is cached, because asking takes a second."""
     own = {} if python == sys.executable else {"PYTHONPATH": ""}
     environment = boot.environment(GLOG_minloglevel="2", **own)
     command = boot.command(python, PACKAGE, Path(__file__).resolve().parent, "version")
@@ -255,7 +255,7 @@ def probe(python: str) -> Found:
 
 @lru_cache(maxsize=1)
 def _translation() -> str:
-    """Return a digest of what decides which OneFlow graph an exported one becomes."""
+    """Return a digest of the code that translates an exported graph to OneFlow."""
     digest = hashlib.sha256()
     for name in ("operators", "program", "instances"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8").encode())

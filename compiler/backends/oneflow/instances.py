@@ -1,11 +1,12 @@
-"""OneFlow graphs of exported programs: one for each set of sizes, within a bound of memory.
+"""Exported programs as OneFlow graphs: one graph for each set of sizes, within a memory limit.
 
-OneFlow compiles for fixed sizes and fixed weights, so a program has an instance for every size it met. They all read
-one set of buffers, into which the weights of the region that is called are copied first: a program serves many
-regions, and nobody says when weights change. What OneFlow 0.9.0 allocates
-for a graph it frees only when its whole session is reset, not when the graph goes. So once the instances take more
-than they may, the session is reset, the least recently used ones are forgotten, and the others come back from their
-compiled jobs when they are next called. No torch in here (see `operators`).
+OneFlow compiles for fixed sizes and fixed weights, so a program has one instance for every set of sizes that it met.
+All instances read the same buffers. Before each call the weights of the called region are copied into them: a program
+serves many regions, and nobody tells it when weights change.
+
+OneFlow 0.9.0 frees the memory of a graph only when its whole session is reset, not when the graph is deleted. So once
+the instances exceed their limit, the session is reset and the least recently used instances are dropped. The others
+are opened again from their compiled jobs at their next call. This module imports no torch (see `operators`).
 """
 
 from __future__ import annotations
@@ -29,22 +30,23 @@ from typing import Any
 from .operators import OPERATORS, flow
 
 MOST = 256
-"""Instances at a time. SDXL's UNet has some twenty for each size and batch."""
+"""Instances at a time. SDXL's UNet has some twenty for each image size and batch size."""
 SHARE = 4
-"""Instances may take one part in so many of the memory there is, unless told otherwise."""
-AGAIN, SECONDS = 3, 60.0
-"""Times in so many seconds that an instance may be made: more often, what is in use does not fit at once."""
+"""By default, instances may take this fraction of the memory: a quarter of it."""
+MOST_BUILDS, SECONDS = 3, 60.0
+"""An instance may be made three times in 60 seconds. If that is not enough, those in use do not fit at once."""
 
 PAUSE = 512
-"""Width of a matrix product that every graph on a CPU also computes, some milliseconds of work. OneFlow 0.9.0 takes
-down that a graph runs only after starting it: one that ends sooner corrupts its queue, and it hangs or crashes."""
+"""Width of an extra matrix product in every graph on a CPU: some milliseconds of work. OneFlow 0.9.0 records that a
+graph runs only after starting it. If the graph ends before that, OneFlow's queue is corrupted and it hangs or crashes.
+"""
 
 _PROGRAM, _INDEX = "program.json", "jobs.json"
 _ENDS = ("inputs", "weights", "outputs", "results")
 
 
 class NoRoom(Exception):
-    """What is in use at once takes more than it may."""
+    """The instances in use at once take more memory than they may."""
 
 
 class Program:
@@ -54,16 +56,16 @@ class Program:
         fields = json.loads(text)
         self.text = text
         self.weights: int = len(fields["weights"])
-        """How many of the inputs, from the first on, are weights."""
+        """How many inputs are weights. They come first."""
         self.state: list[Any] | None = None
-        """The buffers of the weights, while there are instances."""
+        """The buffers of the weights. None while the program has no instances."""
         self._inputs: list[str] = fields["inputs"]
         self._nodes: list[list[Any]] = fields["nodes"]
         self._results: list[Any] = fields["results"]
         self.results = len(self._results)
 
     def run(self, tensors: list[Any], device: str) -> tuple[Any, ...]:
-        """Apply OneFlow's operators to OneFlow's tensors. Raises KeyError with the name of one that it lacks."""
+        """Apply OneFlow's operators to OneFlow's tensors. Raises KeyError with the name of a missing operator."""
         values = dict(zip(self._inputs, tensors))
         for name, target, args, kwargs in self._nodes:
             arguments = [_decode(value, values, device) for value in args]
@@ -74,7 +76,7 @@ class Program:
         results = []
         for reference in self._results:
             value = _decode(reference, values, device)
-            # A graph's results are tensors of its own, each once.
+            # OneFlow requires that a graph's results are new tensors, each of them only once.
             results.append(flow._C.identity(value) if any(value is other for other in seen) else value)
             seen.append(value)
         return tuple(results)
@@ -95,7 +97,7 @@ def _decode(value: Any, values: dict[str, Any], device: str) -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """A graph that OneFlow has compiled, as bytes, and the names and tensors at its ends."""
+    """A graph that OneFlow has compiled, as bytes, with the names of its inputs, weights and outputs."""
 
     data: bytes
     inputs: list[str]
@@ -109,13 +111,13 @@ class Job:
 class _Instance:
     job: Job | None
     run: Callable[[list[Any]], list[Any]] | None = None
-    """None while it lies dormant after a reset, and before its first call."""
+    """None before the first call, and after a reset until the next call."""
     size: int = 0
-    """Bytes that OneFlow took for it."""
+    """Bytes that OneFlow allocated for it."""
 
 
 class Instances:
-    """The instances of all programs on one device. Not for several threads at once."""
+    """The instances of all programs on one device. Only one thread may use it at a time."""
 
     def __init__(
         self,
@@ -124,9 +126,9 @@ class Instances:
         most: int = MOST,
         on_unused: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`memory` is in bytes; without it, a quarter of the machine's or the GPU's.
+        """`memory` is the limit in bytes. Without it, the limit is a quarter of the machine's or the GPU's memory.
 
-        `on_unused` is told which program's weights nothing reads any more.
+        `on_unused` is called with the name of a program whose weights no instance reads any more.
         """
         self._on_unused = on_unused
         self._device = device
@@ -134,17 +136,17 @@ class Instances:
         self._most = most
         self._programs: dict[str, Program] = {}
         self._instances: OrderedDict[tuple, _Instance] = OrderedDict()
-        """By program and sizes, the least recently used first."""
+        """By program and sizes. The least recently used comes first."""
         self._made: dict[tuple, list[float]] = {}
-        """When instances were made, also those that are forgotten by now."""
+        """Times at which instances were made, including those that have been dropped."""
         self.built = 0
         self.resets = 0
-        _everybody.add(self)
-        importlib.import_module("oneflow")  # ends its session when Python ends, which must come after
+        _all_instances.add(self)
+        importlib.import_module("oneflow")  # its own exit handler ends its session, and must run after ours
         atexit.register(_close_all)
 
     def add(self, name: str, data: bytes) -> None:
-        """Take a program, and the jobs that `data` brings with it, under a name."""
+        """Add a program and the compiled jobs in `data` under a name."""
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             self._programs[name] = Program(archive.read(_PROGRAM))
             for number, fields in enumerate(json.loads(archive.read(_INDEX))):
@@ -162,10 +164,10 @@ class Instances:
         return pack(self._programs[name].text, jobs)
 
     def run(self, name: str, tensors: list[Any], in_place: bool = False) -> list[Any]:
-        """Return the results for these weights and inputs, each in memory of its own, once they are there.
+        """Compute the results for these weights and inputs. Each result has memory of its own.
 
-        With `in_place` the weights lie where they lay in every earlier call, and serve as the buffers themselves.
-        Raises NoRoom, and what OneFlow raises.
+        `in_place` says that the weights have the same addresses in every call. Then they serve as the buffers
+        themselves. Raises NoRoom, and what OneFlow raises.
         """
         program = self._programs[name]
         weights, inputs = tensors[: program.weights], tensors[program.weights :]
@@ -182,7 +184,7 @@ class Instances:
             if instance is None or instance.run is None:
                 instance = self._make(key, instance, program, inputs)
             results = instance.run(inputs)[: program.results]
-        flow._oneflow_internal.eager.Sync()  # OneFlow works beside Python, on a CPU too
+        flow._oneflow_internal.eager.Sync()  # OneFlow works asynchronously, on a CPU too
         self._instances.move_to_end(key)
         self._forget_surplus()
         return results
@@ -190,23 +192,23 @@ class Instances:
     def _make(self, key: tuple, instance: _Instance | None, program: Program, inputs: list[Any]) -> _Instance:
         now = time.monotonic()
         recently = [made for made in self._made.get(key, []) if made > now - SECONDS]
-        if len(recently) >= AGAIN:
+        if len(recently) >= MOST_BUILDS:
             raise NoRoom(
                 f"OneFlow's graphs do not fit into {self._memory / 2**30:.1f} GiB: "
                 "COMPILED_GRAPHS_ONEFLOW_MEMORY sets how many they may take"
             )
         if self._is_full() and _others_use_oneflow():
-            raise NoRoom("OneFlow's graphs have no more room, and what others use of OneFlow keeps it from freeing any")
+            raise NoRoom("OneFlow's graphs have no room left, and OneFlow cannot free any while other code uses it")
         self._made[key] = [*recently, now]
         before = _used_memory(self._device)
         instance = instance or _Instance(None)
         if instance.job is not None:
-            with suppress(Exception):  # a job of another build; the program is still there
+            with suppress(Exception):  # another build made the job; the program can be compiled again
                 instance.run = _open(instance.job, program.state, inputs, self._device)
         if instance.run is None:
             instance.run, instance.job = _build(program, inputs, self._device)
             self.built += 1
-        instance.run(inputs)  # memory is taken when it is first written to
+        instance.run(inputs)  # the system commits memory when it is first written
         flow._oneflow_internal.eager.Sync()
         instance.size = max(_used_memory(self._device) - before, _bytes_of(inputs))
         self._instances[key] = instance
@@ -238,46 +240,46 @@ class Instances:
         self.resets += 1
 
     def close(self) -> None:
-        """Drop all graphs. They come back when they are called."""
+        """Drop all graphs. A graph is opened again when it is called."""
         for instance in self._instances.values():
             instance.run = None
 
 
-_everybody: weakref.WeakSet[Instances] = weakref.WeakSet()
+_all_instances: weakref.WeakSet[Instances] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Drop the graphs of all devices: OneFlow ends the process, or hangs, if its session ends before they do."""
-    for instances in _everybody:
+    """Drop the graphs of all devices. OneFlow kills the process, or hangs, if its session ends while graphs exist."""
+    for instances in _all_instances:
         instances.close()
     gc.collect()
 
 
 def _reset() -> None:
-    """Have OneFlow free what all its graphs have taken."""
+    """Have OneFlow free the memory of all its graphs."""
     from oneflow.framework.session_context import GetDefaultSession
 
     _close_all()
     GetDefaultSession().Reset()
-    with suppress(OSError, AttributeError):  # without glibc, what is freed is not given back at once
+    with suppress(OSError, AttributeError):  # without glibc, the system gets freed memory back later
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def pack(program: bytes, jobs: list[tuple[tuple, Job]] = ()) -> bytes:
-    """Return a program and its compiled jobs, by sizes, as one archive."""
+    """Return an archive of a program and its compiled jobs, each of which comes with its sizes."""
     jobs = sorted(jobs, key=lambda item: repr(item[0]))
     index = [{"sizes": sizes, **{f: getattr(job, f) for f in _ENDS}} for sizes, job in jobs]
     files = {_PROGRAM: program, _INDEX: json.dumps(index).encode()}
     files.update({f"{number}.job": job.data for number, (_, job) in enumerate(jobs)})
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for name, data in files.items():  # without the time: equal programs are equal bytes
+        for name, data in files.items():  # no time stamps: equal programs make equal bytes
             archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
 def memory_limit() -> int | None:
-    """Return the bytes that COMPILED_GRAPHS_ONEFLOW_MEMORY (in GiB) allows, or None if it says nothing."""
+    """Return the bytes that COMPILED_GRAPHS_ONEFLOW_MEMORY (in GiB) allows, or None if it is not set to a number."""
     try:
         return int(float(os.environ["COMPILED_GRAPHS_ONEFLOW_MEMORY"]) * 2**30)
     except (KeyError, ValueError):
@@ -310,7 +312,7 @@ def _build(program: Program, inputs: list[Any], device: str) -> tuple[Callable, 
     graph = CompiledGraphs()
     results = graph(*inputs)
     flow._oneflow_internal.eager.Sync()
-    with suppress(AttributeError):  # a OneFlow that keeps its jobs elsewhere; it then builds anew in each process
+    with suppress(AttributeError):  # another OneFlow may keep its jobs elsewhere; then each process builds anew
         return lambda tensors: list(graph(*tensors)), _job(graph, results)
     return lambda tensors: list(graph(*tensors)), None
 
@@ -331,7 +333,7 @@ def _names(job: Any, kind: str) -> list[str]:
 
 
 def _open(job: Job, weights: list[Any], inputs: list[Any], device: str) -> Callable:
-    """Return what runs a compiled job, without tracing (`oneflow.nn.Graph` does the same after it has traced)."""
+    """Return a function that runs a compiled job. It does what `oneflow.nn.Graph` does, but without tracing."""
     from oneflow.core.job import job_pb2
     from oneflow.framework import graph_build_util
     from oneflow.framework.session_context import GetDefaultSession
@@ -341,8 +343,8 @@ def _open(job: Job, weights: list[Any], inputs: list[Any], device: str) -> Calla
     internal = flow._oneflow_internal
     session, config, proto = GetDefaultSession(), GraphConfig(), job_pb2.Job()
     session.TryInit()
-    _opened.append(None)
-    config.proto.job_name = f"CompiledGraphsOpened_{len(_opened)}"
+    _opened_jobs.append(None)
+    config.proto.job_name = f"CompiledGraphsOpened_{len(_opened_jobs)}"
     proto.ParseFromString(job.data)
     proto.job_conf.job_name = config.proto.job_name
     with graph_build_util.graph_build_context(config.proto, session):
@@ -354,7 +356,7 @@ def _open(job: Job, weights: list[Any], inputs: list[Any], device: str) -> Calla
         graph = internal.nn.graph.CNNGraph(
             config.proto.job_name, proto.SerializeToString(), number, session._session_ctx
         )
-    # Variables are named after their place; those that are not used are none.
+    # The name of a variable ends with its index. Unused weights have no variable.
     state = convert_to_tensor_tuple([weights[int(name.rpartition(".w")[2])] for name in job.weights])
     buffers = convert_to_tensor_tuple(
         [flow.empty(tuple(shape), dtype=getattr(flow, dtype), device=device) for shape, dtype in job.results]
@@ -377,12 +379,12 @@ def _open(job: Job, weights: list[Any], inputs: list[Any], device: str) -> Calla
     return run
 
 
-_opened: list[None] = []
-"""One for each opened job: their names must differ."""
+_opened_jobs: list[None] = []
+"""One entry per opened job: the count makes their names differ."""
 
 
 def _others_use_oneflow() -> bool:
-    """Whether somebody else has graphs in this process, which a reset of the session would break."""
+    """Whether other code has graphs in this process. A reset of the session would break them."""
     return any(not name.startswith("CompiledGraphs") for name in flow.nn.Graph._child_init_cnt)
 
 

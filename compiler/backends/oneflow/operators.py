@@ -1,8 +1,8 @@
-"""What each operator of an exported graph is in OneFlow.
+"""This table implements each operator of an exported graph with OneFlow.
 
-The functions take what the aten operator of that name takes, with OneFlow's tensors for torch's. They run while
-a graph is built, so sizes are plain numbers. No torch in here: a Python that has only OneFlow and numpy imports
-this module too, and one without OneFlow reads the table's names.
+The functions take the arguments of the aten operator of that name, with OneFlow's tensors instead of torch's. They run
+while a graph is built, so sizes are plain numbers. This module imports no torch: a Python that has only OneFlow and
+numpy imports it too, and a Python without OneFlow reads the table's names.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 OPERATORS: dict[str, Callable] = {}
-"""By the name that `torch.export` gives an operator."""
+"""Implementations, by the name that `torch.export` gives the operator."""
 
 ATTENTION_BYTES = 2**29
-"""Most that the scores of one attention take; beyond it queries go through in parts."""
+"""Bytes that the scores of one attention may take. Beyond that, queries are processed in parts."""
 
 
 class _OneFlow:
-    """OneFlow, imported when something of it is wanted."""
+    """The module `oneflow`, imported when one of its attributes is first used."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("oneflow"), name)
@@ -150,16 +150,16 @@ def _upsample(x: Any, size: list[int] | None, factors: list[float] | None) -> An
 
 @_named("aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.contiguous.default")
 def _same(x: Any, memory_format: None = None) -> Any:
-    """Layouts are OneFlow's own business."""
+    """Return the tensor unchanged: OneFlow chooses memory layouts itself."""
     return x
 
 
 @_named("aten.as_strided.default")
 def _as_strided(x: Any, size: list[int], stride: list[int], offset: int | None = None) -> Any:
-    """A contiguous tensor as it is: so tracing marks what is computed once."""
+    """Return a contiguous tensor unchanged: tracing marks a value that is computed once with such a call."""
     contiguous = [math.prod(x.shape[place + 1 :]) for place in range(x.dim())]
     if [*size] != [*x.shape] or [*stride] != contiguous or offset:
-        raise NotImplementedError("memory that is looked at in another order")
+        raise NotImplementedError("memory that is viewed in another order")
     return x
 
 
@@ -330,7 +330,7 @@ def _matmul(x: Any, y: Any) -> Any:
 def _addmm(bias: Any, x: Any, y: Any, beta: float = 1, alpha: float = 1) -> Any:
     product = flow.matmul(x, y)
     product = product if alpha == 1 else product * alpha
-    if beta == 0:  # what is in `bias` then does not count, not even if it is no number
+    if beta == 0:  # `bias` is then ignored, even where it is NaN
         return product
     return product + (bias if beta == 1 else bias * beta)
 
@@ -391,7 +391,7 @@ def _host_attention(
     skip_reshape: bool,
     skip_output_reshape: bool,
 ) -> Any:
-    """`compiler.attention.opaque_attention`: whichever function the host has chosen, this is what it computes."""
+    """Compute `compiler.attention.opaque_attention`. Every function that a host may choose computes this."""
     if not skip_reshape:
         q, k, v = (_by_head(t, heads) for t in (q, k, v))
     if mask is not None:  # [queries, keys] or [batch, queries, keys]
@@ -405,18 +405,22 @@ def _host_attention(
 
 @_named("compiled_graphs.map_attention.default")
 def _map_attention(function: str, q: Any, k: Any, v: Any) -> Any:
-    """`compiler.attention.opaque_map_attention`: each pixel of [batch, channels, ...] attends to all."""
+    """Compute `compiler.attention.opaque_map_attention`: each pixel of [batch, channels, ...] attends to all."""
     flat = [flow.transpose(flow.reshape(t, (t.shape[0], 1, t.shape[1], -1)), 2, 3) for t in (q, k, v)]
     return flow.reshape(flow.transpose(_attend(*flat, None, None), 2, 3), tuple(q.shape))
 
 
 def _by_head(x: Any, heads: int) -> Any:
-    """[batch, tokens, heads * dim] or [batch, tokens, heads, dim] to [batch, heads, tokens, dim]."""
+    """Reshape [batch, tokens, heads * dim] or [batch, tokens, heads, dim] to [batch, heads, tokens, dim]."""
     return flow.transpose(flow.reshape(x, (x.shape[0], x.shape[1], heads, -1)), 1, 2)
 
 
 def _attend(q: Any, k: Any, v: Any, mask: Any, scale: float | None) -> Any:
-    """q, k, v: [batch, heads, tokens, dim]; mask: to [batch, heads, queries, keys], added, or where to look if bool."""
+    """Return attention of q, k and v: [batch, heads, tokens, dim].
+
+    The mask broadcasts to [batch, heads, queries, keys]. It is added to the scores, or if it is bool, True marks the
+    keys to attend to.
+    """
     batch, heads, queries, dim = q.shape
     q = q * (dim**-0.5 if scale is None else scale)
     keys = flow.transpose(k, -2, -1)

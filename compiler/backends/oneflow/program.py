@@ -1,4 +1,4 @@
-"""From an exported graph to plain data that needs no torch to be read."""
+"""This module turns an exported graph into plain data that can be read without torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ DTYPES = {
         torch.bool,
     )
 }
-"""What OneFlow has under which name; 0.9.0 lacks kernels for bfloat16."""
+"""The dtypes that OneFlow has, with its names for them. OneFlow 0.9.0 lacks kernels for bfloat16."""
 GPU_ONLY = {"float16"}
 
 _WHOLE = ("linear", "nan_to_num", "rms_norm", "scaled_dot_product_attention", "silu")
-"""Operators that OneFlow has, or that are better translated, whole."""
+"""Operators that are not decomposed: OneFlow has them, or they translate better as a whole."""
 
 
 def portable(exported: ExportedRegion) -> bytes:
-    """Return an exported graph as JSON: `inputs` by name, weights first, `nodes` in order, and where results go.
+    """Return an exported graph as JSON.
 
-    Node: name, operator, arguments, keyword arguments. `results` are what has to be computed; `outputs` are the
-    region's tensors, each a result or an input, and `writes` the inputs that a result is to be written to, by number.
-    Raises Unsupported, with the operator's name, at one that OneFlow's table lacks, and at dtypes that it lacks.
+    `inputs` are names, the weights' first. `nodes` are in order, each with its name, operator, arguments and keyword
+    arguments. `results` are the values to compute. `outputs` are the region's tensors, each a result or an input.
+    `writes` are pairs of an input and the result that is written to it, by number. Raises Unsupported, with its name,
+    for an operator or dtype that OneFlow lacks.
     """
     _check_dtypes(exported)
     table = torch.export.default_decompositions()
@@ -64,7 +65,7 @@ def portable(exported: ExportedRegion) -> bytes:
 
 
 class _Ends:
-    """What is to be computed, and where it goes."""
+    """The values that the graph must compute, and whether each is returned or written to an input."""
 
     def __init__(self, program: torch.export.ExportedProgram, inputs: list[str]) -> None:
         self.nodes: list[torch.fx.Node] = []
@@ -97,7 +98,7 @@ def _check_dtypes(exported: ExportedRegion) -> None:
 
 
 def _needed(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> list[torch.fx.Node]:
-    """Return the nodes that results depend on, in order. What only checks sizes or metadata falls away."""
+    """Return the nodes that results depend on, in order. Nodes that only check sizes or metadata are left out."""
     wanted = set(results)
     for node in reversed(graph.nodes):
         if node in wanted:

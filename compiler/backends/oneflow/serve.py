@@ -1,7 +1,7 @@
-"""What runs in a Python that has OneFlow: graphs for a process that has torch.
+"""This code runs in a Python that has OneFlow. It serves graphs to a process that has torch.
 
-Requests come on standard input and answers go to standard output, as JSON after its length; tensors lie in memory
-that both processes map. The process ends with the one at the other end. No torch in here (see `operators`).
+Requests arrive on standard input and answers go to standard output, as JSON after its length. Both processes map the
+memory of the tensors. This process ends when the other one does. This module imports no torch (see `operators`).
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from .instances import Instances, memory_limit
 from .operators import flow
 
 LENGTH = struct.Struct("<QQ")
-"""Bytes of the message's JSON, and of what follows it."""
+"""Number of bytes of the message's JSON, and of the data after it."""
 ALIGNMENT = 64
 
 
 class Arena:
-    """Memory of a file descriptor that two processes map; either may make it larger.
+    """Memory behind a file descriptor that two processes map. Either of them may enlarge it.
 
-    At its beginning lie the weights of programs, each program's always in one place; the inputs and results of the
-    running call follow.
+    It starts with the weights of programs. Each program's weights stay at the same offset. The inputs and results of
+    the running call come after all weights.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.map: mmap.mmap | None = None
         self.weights: dict[str, tuple[int, int]] = {}
-        """Begin and end of each program's weights, in whole pages."""
+        """Offsets at which each program's weights begin and end, in whole pages."""
 
     def reserve(self, size: int) -> mmap.mmap:
         """Return the memory, of at least this many bytes."""
         if os.fstat(self.descriptor).st_size < size:
             os.ftruncate(self.descriptor, size)
         if self.map is None or len(self.map) < size:
-            self.map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)  # views keep the old one
+            self.map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)  # views keep the old map alive
         return self.map
 
     def release(self, name: str) -> None:
-        """Give the pages of a program's weights back until somebody writes there again."""
+        """Return the pages of a program's weights to the system, until the next write to them."""
         begin, end = self.weights.get(name, (0, 0))
         if end > begin:
             self.map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
 def places(sizes: list[int], start: int = 0) -> tuple[list[int], int]:
-    """Return an offset for each size in bytes, one after another, and where they end."""
+    """Return an aligned offset for each size in bytes, and the offset after the last one."""
     offsets = []
     for size in sizes:
         offsets.append(start)
@@ -68,7 +68,7 @@ def send(target: BinaryIO, message: dict[str, Any], data: bytes = b"") -> None:
 
 
 def receive(source: BinaryIO) -> tuple[dict[str, Any], bytes]:
-    """Read one message. Raises EOFError when the other side is gone."""
+    """Read one message. Raises EOFError if the other side has gone."""
     head = source.read(LENGTH.size)
     if len(head) < LENGTH.size:
         raise EOFError
@@ -80,9 +80,9 @@ def receive(source: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def main(device: str, descriptor: str) -> None:
-    """Serve one device until standard input ends. `descriptor` is a number, as a command line has it."""
+    """Serve one device until standard input ends. `descriptor` is the arena's file descriptor, as text."""
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not print between messages
+    os.dup2(2, 1)  # printed text must not get between messages
     arena = Arena(int(descriptor))
     instances = Instances(device, memory_limit(), on_unused=arena.release)
     while True:
@@ -99,13 +99,13 @@ def main(device: str, descriptor: str) -> None:
 def _answer(
     message: dict[str, Any], data: bytes, arena: Arena, instances: Instances, device: str
 ) -> tuple[dict[str, Any], bytes]:
-    wish, name = message["do"], message.get("program")
-    if wish == "add":
+    action, name = message["do"], message.get("program")
+    if action == "add":
         instances.add(name, data)
         return {}, b""
-    if wish == "data":
+    if action == "data":
         return {}, instances.data(name)
-    if wish == "report":
+    if action == "report":
         return {"built": instances.built, "resets": instances.resets, "process": os.getpid()}, b""
     memory = arena.reserve(message["end"])
     arena.weights[name] = tuple(message["weights"])
@@ -125,6 +125,6 @@ def _tensor(memory: mmap.mmap, dtype: str, shape: list[int], offset: int) -> Any
 
 
 def _one_line(error: BaseException) -> str:
-    """OneFlow's messages end with what matters."""
+    """Return an error's class and the last line of its message: OneFlow's messages end with the cause."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__

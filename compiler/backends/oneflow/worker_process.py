@@ -1,4 +1,4 @@
-"""OneFlow in another Python: it has packages for Python 3.7 to 3.10 only, and hosts have gone on since."""
+"""OneFlow in another Python: it has packages for Python 3.7 to 3.10 only, and hosts run on newer ones."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ...jobs import CompileTimeout, compile_limit
 from .serve import Arena, places, receive, send
 
 PATIENCE = 30.0
-"""Seconds that a call of sizes known to it may take at least, before OneFlow's process is taken to hang."""
+"""A call with known sizes may take at least this many seconds before OneFlow's process counts as hanging."""
 PACKAGE = "oneflow_side"
-"""The name of this folder there: the packages around it import torch."""
+"""OneFlow's Python imports this folder under this name, because its parent packages import torch."""
 
 
 class OneFlowError(RuntimeError):
-    """What OneFlow said, or that its process could not be kept alive."""
+    """OneFlow raised an error, or its process ended."""
 
 
 class WorkerProcess:
-    """The one process that serves a device; started when it is wanted, and again if it dies."""
+    """The one process that serves a device. It is started when it is needed, and again if it dies."""
 
     def __init__(self, python: str, device: torch.device) -> None:
         self._python = python
@@ -37,42 +37,45 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._arena = Arena(os.memfd_create("compiled_graphs"))
-        self._known: dict[str, bytes] = {}
-        """What it was given, for a process that takes its place."""
-        self._counts: dict[str, int] = {}
-        """How many of each program's tensors are weights."""
-        self._floor = 0
-        """Where the weights end that lie in the arena."""
+        self._programs: dict[str, bytes] = {}
+        """All programs by name, for a process that replaces this one."""
+        self._weight_counts: dict[str, int] = {}
+        """The number of weights among each program's tensors."""
+        self._weights_end = 0
+        """Offset in the arena at which all programs' weights end."""
         self._limits: dict[tuple, float] = {}
-        """Seconds after which a call that was answered before is taken to hang, by program and sizes."""
+        """Seconds after which a call counts as hanging, by program and sizes. Only answered calls have a limit here."""
         self.starts = 0
 
     def add(self, name: str, data: bytes, weights: int) -> None:
-        """Let it know a program, whose first tensors are so many weights."""
+        """Send a program. Its first tensors are weights, and `weights` is their number."""
         with self._lock:
-            if name not in self._known:
-                self._known[name], self._counts[name] = data, weights
+            if name not in self._programs:
+                self._programs[name], self._weight_counts[name] = data, weights
                 self._ask({"do": "add", "program": name}, data)
 
     def data(self, name: str) -> bytes:
-        """Return a program with what has been compiled of it so far."""
+        """Return a program with the jobs compiled for it so far."""
         with self._lock:
-            self._known[name] = self._ask({"do": "data", "program": name})[1]
-            return self._known[name]
+            self._programs[name] = self._ask({"do": "data", "program": name})[1]
+            return self._programs[name]
 
     def report(self) -> dict[str, int]:
-        """Return how many graphs it built, how often it dropped them, and its process number."""
+        """Return how many graphs OneFlow built, how often it was reset, and the process's number."""
         with self._lock:
             return self._ask({"do": "report"})[0]
 
     def run(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the results for tensors of any device, on this one. Raises OneFlowError and CompileTimeout."""
+        """Return the results on this object's device. The tensors may be on any.
+
+        Raises OneFlowError and CompileTimeout.
+        """
         with self._lock:
             sizes = [t.numel() * t.element_size() for t in tensors]
             begin, end = self._place_of_weights(name, sizes)
-            count = self._counts[name]
+            count = self._weight_counts[name]
             weights, _ = places(sizes[:count], begin)
-            inputs, end_of_inputs = places(sizes[count:], self._floor)
+            inputs, end_of_inputs = places(sizes[count:], self._weights_end)
             memory = self._arena.reserve(max(end_of_inputs, 1))
             described = []
             for tensor, offset in zip(tensors, [*weights, *inputs], strict=True):
@@ -88,18 +91,18 @@ class WorkerProcess:
             return [view.to(self._device, copy=True) for view in views]
 
     def _place_of_weights(self, name: str, sizes: list[int]) -> tuple[int, int]:
-        """Return where a program's weights begin and end in the arena, the same for as long as this object lives."""
+        """Return the offsets at which a program's weights begin and end in the arena. They never change."""
         if name not in self._arena.weights:
-            _, end = places(sizes[: self._counts[name]], self._floor)
+            _, end = places(sizes[: self._weight_counts[name]], self._weights_end)
             end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._arena.weights[name] = self._floor, end
-            self._floor = end
+            self._arena.weights[name] = self._weights_end, end
+            self._weights_end = end
         return self._arena.weights[name]
 
     def _ask(
         self, message: dict[str, Any], data: bytes = b"", limit: float | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Return the answer; a process that is gone, or has not answered after `limit` seconds, is replaced once."""
+        """Return the answer. A process that has died, or gives no answer within `limit` seconds, is replaced once."""
         for last_try in (False, True):
             try:
                 if self._process is None:
@@ -109,7 +112,7 @@ class WorkerProcess:
             except (EOFError, OSError) as error:
                 self._end()
                 if last_try:
-                    raise OneFlowError(f"OneFlow's process ended ({error or 'without a word'})") from None
+                    raise OneFlowError(f"OneFlow's process ended ({error or 'without a message'})") from None
         if "error" in answer:
             raise OneFlowError(answer["error"])
         return answer, rest
@@ -141,7 +144,7 @@ class WorkerProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=[descriptor]
         )
         self.starts += 1
-        for name, data in self._known.items():
+        for name, data in self._programs.items():
             self._exchange({"do": "add", "program": name}, data)
 
     def _end(self) -> None:
@@ -150,7 +153,7 @@ class WorkerProcess:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):  # what was still to be written
+                with suppress(OSError):  # unsent bytes cannot be flushed any more
                     pipe.close()
 
 

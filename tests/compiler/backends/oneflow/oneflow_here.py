@@ -1,4 +1,4 @@
-"""Where OneFlow is on this machine."""
+"""Finding out where OneFlow is on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OneFlow as a backend: in this process where it can be imported, else in the Python that the environment names."""
+"""OneFlow as a backend, in this process if it can be imported, otherwise in the Python that the environment names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PACKAGE = Path(backend.__file__).parents[3]
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """OneFlow as if nothing had used it yet; in this process what is there goes on."""
+    """Start without engines, as if nothing had used OneFlow. A OneFlow in this process keeps its session."""
     monkeypatch.setattr(backend, "_engines", {})
     yield
     for engine in backend._engines.values():
@@ -57,7 +57,7 @@ def built():
 
 
 @pytest.mark.oneflow
-def test_the_executable_gives_what_each_region_gives_at_every_size_before_and_after_saving():
+def test_executable_matches_eager_before_and_after_saving():
     network = ConvolutionNetwork()
     exported = export(network)
     ran = BACKEND.compile(exported)
@@ -79,13 +79,13 @@ def test_inputs_in_any_layout_are_taken():
 
 
 @pytest.mark.oneflow
-def test_an_edit_of_a_weight_and_another_tensor_in_its_place_show_in_the_next_call():
+def test_changed_weights_show_in_the_next_call():
     network = transformer()
     block, executable, x = network.blocks[0], BACKEND.compile(export(network)), torch.randn(2, 7, WIDTH)
     for change in (
         lambda: None,
         lambda: block.mlp[0].weight.mul_(2),
-        lambda: block.mlp[2].bias.data.add_(1),  # of which torch's version counter knows nothing
+        lambda: block.mlp[2].bias.data.add_(1),  # torch's version counter does not see this edit
         lambda: setattr(block.mlp[0], "weight", nn.Parameter(torch.randn(2 * WIDTH, WIDTH))),
     ):
         change()
@@ -93,7 +93,7 @@ def test_an_edit_of_a_weight_and_another_tensor_in_its_place_show_in_the_next_ca
 
 
 @pytest.mark.oneflow
-def test_results_are_nobody_elses():
+def test_results_share_no_memory():
     network = transformer()
     executable, weights = BACKEND.compile(export(network)), weights_of(network.blocks[0])
     one, other = torch.randn(2, 7, WIDTH), torch.randn(2, 7, WIDTH)
@@ -106,7 +106,7 @@ def test_results_are_nobody_elses():
 
 
 @pytest.mark.oneflow
-def test_a_size_that_comes_back_builds_nothing(fresh):
+def test_repeated_size_builds_nothing(fresh):
     network = transformer()
     executable, weights = BACKEND.compile(export(network)), weights_of(network.blocks[0])
     shapes = [(1, 5), (2, 9), (1, 6)]
@@ -120,7 +120,7 @@ def test_a_size_that_comes_back_builds_nothing(fresh):
 
 
 @pytest.mark.oneflow
-def test_bytes_are_equal_until_another_size_is_compiled():
+def test_bytes_change_only_with_a_new_size():
     network = transformer()
     executable, weights = BACKEND.compile(export(network)), weights_of(network.blocks[0])
     sizes = []
@@ -132,7 +132,7 @@ def test_bytes_are_equal_until_another_size_is_compiled():
 
 
 @pytest.mark.oneflow
-def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_from_disk(tmp_path):
+def test_model_that_writes_to_inputs_runs_after_a_restart(tmp_path):
     network = StreamNetwork()
     image, text = network.inputs(sizes())
     expected = image.clone()
@@ -140,7 +140,7 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
     for compiles in (1, 0):
         compiled = compile_network(network, Registry(GraphCache(FolderStore(tmp_path))), BACKEND)
         assert (compiled.counters.compiles, compiled.counters.from_disk) == (compiles, 1 - compiles)
-        for _ in range(2):  # the first is compared, and eager's result is given
+        for _ in range(2):  # the first call is checked and returns eager's result
             written = image.clone()
             torch.testing.assert_close(network(written, text), results, **CLOSE)
             torch.testing.assert_close(written, expected, **CLOSE)
@@ -148,7 +148,7 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
         assert not compiled.counters.retired
 
 
-def test_of_what_is_saved_nothing_is_a_pickle():
+def test_saved_bytes_hold_no_pickle():
     network = transformer()
     with zipfile.ZipFile(io.BytesIO(BACKEND.compile(export(network)).to_bytes())) as archive:
         program = json.loads(archive.read("program.json"))
@@ -159,7 +159,7 @@ def test_of_what_is_saved_nothing_is_a_pickle():
 
 @pytest.mark.oneflow
 @in_worker
-def test_a_file_loads_in_a_new_process_and_builds_nothing_for_the_sizes_it_has_seen(fresh, tmp_path):
+def test_new_process_builds_nothing_for_known_sizes(fresh, tmp_path):
     network = transformer()
     compiled = compile_network(network, Registry(), BACKEND)
     inputs = [torch.randn(2, 7, WIDTH), torch.randn(1, 9, WIDTH)]
@@ -187,7 +187,7 @@ def compile_with(network, graphs):
 
 @pytest.mark.oneflow
 @in_worker
-def test_one_process_serves_a_device_and_is_replaced_when_it_dies(fresh):
+def test_dead_process_is_replaced(fresh):
     networks = [transformer(), ConvolutionNetwork()]
     executables = [BACKEND.compile(export(network)) for network in networks]
     x, (y, emb) = torch.randn(2, 7, WIDTH), networks[1].inputs(sizes())
@@ -207,7 +207,7 @@ def test_one_process_serves_a_device_and_is_replaced_when_it_dies(fresh):
 
 @pytest.mark.oneflow
 @in_worker
-def test_a_process_that_hangs_is_replaced(fresh, monkeypatch):
+def test_hanging_process_is_replaced(fresh, monkeypatch):
     network = transformer()
     executable, weights, x = BACKEND.compile(export(network)), weights_of(network.blocks[0]), torch.randn(2, 7, WIDTH)
     (before,) = executable(*weights, x)
@@ -232,7 +232,7 @@ sys.stdin.read()
 
 @pytest.mark.oneflow
 @in_worker
-def test_the_process_ends_with_the_one_it_serves():
+def test_process_ends_with_its_parent():
     host = subprocess.Popen(
         [sys.executable, "-c", ENDING, str(PACKAGE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -275,7 +275,7 @@ class OddBlock(nn.Module):
         return torch.cumsum(self.linear(x), dim=1)
 
 
-def test_an_operator_that_oneflow_lacks_is_named_and_its_region_stays_eager():
+def test_missing_operator_is_named_and_stays_eager():
     network = Odd()
     compiled = compile_network(network, Registry(), BACKEND)
     (x,) = network.inputs(sizes())
@@ -288,7 +288,7 @@ def test_an_operator_that_oneflow_lacks_is_named_and_its_region_stays_eager():
 @pytest.mark.parametrize(
     ("dtype", "reason"), [(torch.bfloat16, "bfloat16, which OneFlow does not"), (torch.float16, "float16 on a CPU")]
 )
-def test_dtypes_that_oneflow_does_not_compute_in_are_named(dtype, reason):
+def test_missing_dtype_is_named(dtype, reason):
     network = transformer().to(dtype)
     exported = export(network, lambda network, at: network(*(t.to(dtype) for t in network.inputs(at))))
     with pytest.raises(Unsupported, match=reason):
@@ -296,13 +296,13 @@ def test_dtypes_that_oneflow_does_not_compute_in_are_named(dtype, reason):
 
 
 @pytest.mark.oneflow
-def test_its_environment_names_oneflow_the_device_and_the_translation():
+def test_environment_names_oneflow_device_and_translation():
     fields = BACKEND.environment(CPU)
     assert (fields["backend"], fields["oneflow"], fields["device"]) == ("oneflow", "0.9.0", "cpu")
     assert re.fullmatch(r"[0-9a-f]{16}", fields["translation"])
 
 
-def test_without_oneflow_the_reason_says_how_to_get_it(monkeypatch):
+def test_missing_oneflow_says_how_to_get_it(monkeypatch):
     monkeypatch.delenv(backend.PYTHON, raising=False)
     monkeypatch.setattr(backend, "_is_here", lambda: False)
     chosen, reason = choose_backend("oneflow", CPU)
@@ -316,7 +316,7 @@ def test_without_oneflow_the_reason_says_how_to_get_it(monkeypatch):
     ("python", "says"),
     [("/no/such/python", "No such file or directory"), (sys.executable, "No module named 'oneflow'")],
 )
-def test_a_python_that_has_none_is_named(monkeypatch, python, says):
+def test_python_without_oneflow_is_named(monkeypatch, python, says):
     if python == sys.executable and backend.importlib.util.find_spec("oneflow"):
         pytest.skip("this Python has it")
     monkeypatch.setenv(backend.PYTHON, python)
@@ -325,7 +325,7 @@ def test_a_python_that_has_none_is_named(monkeypatch, python, says):
     assert says in reason
 
 
-def test_a_gpu_that_oneflow_has_no_code_for_is_named(monkeypatch):
+def test_unsupported_gpu_is_named(monkeypatch):
     monkeypatch.setenv(backend.PYTHON, "python3.10")
     monkeypatch.setattr(backend, "probe", lambda python: backend.Found("0.9.0", (9, 0)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -337,12 +337,12 @@ def test_a_gpu_that_oneflow_has_no_code_for_is_named(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the process is for Linux")
-def test_its_process_imports_nothing_from_the_directory_that_the_host_was_started_from(tmp_path, monkeypatch):
+def test_process_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
     for name in sys.stdlib_module_names | {"numpy", "oneflow", "serve", "start", "instances"}:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\n")
     monkeypatch.chdir(tmp_path)
     process = worker_process.WorkerProcess(sys.executable, CPU)
-    with contextlib.suppress(worker_process.OneFlowError):  # where there is no OneFlow, it ends
+    with contextlib.suppress(worker_process.OneFlowError):  # without OneFlow the process ends
         process.report()
     process._end()
     assert process.starts > 0
@@ -350,7 +350,7 @@ def test_its_process_imports_nothing_from_the_directory_that_the_host_was_starte
     assert not (tmp_path / "imported").exists()
 
 
-def test_onediff_is_named_with_what_it_lacks_and_never_imported(monkeypatch, tmp_path):
+def test_onediff_is_described_and_never_imported(monkeypatch, tmp_path):
     assert backend.onediff_text() == "" or "onediff" in backend.onediff_text()
     (tmp_path / "onediff-1.2.0.dist-info").mkdir()
     (tmp_path / "onediff-1.2.0.dist-info" / "METADATA").write_text(

@@ -1,4 +1,4 @@
-"""Instances where they live: in a Python that has OneFlow and no torch."""
+"""Instances in a Python that has OneFlow but no torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ tell(grown=most - begin, built=all_of_them.built, resets=all_of_them.resets)
 """
 
 
-def test_memory_stays_bounded_over_many_sizes_and_would_not_otherwise():
+def test_memory_stays_bounded_over_many_sizes():
     bounded, free = (run(SIZES.replace("sys.argv[2]", str(limit))) for limit in (256 * 2**20, 2**40))
     assert bounded["built"] == free["built"] == 60
     assert free["resets"] == 0
@@ -60,7 +60,7 @@ def test_memory_stays_bounded_over_many_sizes_and_would_not_otherwise():
     assert bounded["grown"] < 512 < 768 < free["grown"]
 
 
-def test_what_was_used_last_comes_back_from_its_job_and_the_rest_is_forgotten():
+def test_reset_keeps_the_jobs_used_last():
     told = run("""
 few = Instances("cpu", most=4)
 few.add("a", CONVOLUTION)
@@ -75,7 +75,7 @@ tell(reset=reset, built=built, same=same, after_recent=after_recent, after_oldes
     assert told == {"reset": 1, "built": 5, "same": [True, True], "after_recent": 5, "after_oldest": 6}
 
 
-def test_what_does_not_fit_at_once_is_not_made_time_and_again():
+def test_instances_that_do_not_fit_are_not_built_forever():
     told = run("""
 small = Instances("cpu", memory=2**20)
 small.add("a", CONVOLUTION)
@@ -91,7 +91,7 @@ except NoRoom as error:
     assert "do not fit into 0.0 GiB: COMPILED_GRAPHS_ONEFLOW_MEMORY" in told["said"]
 
 
-def test_weights_are_copied_in_whenever_they_are_not_in_place():
+def test_weights_are_copied_unless_in_place():
     told = run("""
 one = Instances("cpu")
 one.add("a", CONVOLUTION)
@@ -107,7 +107,7 @@ tell(changed=float(abs(doubled - first).max()), gone=float(abs(last).max()), bui
     assert told["built"] == 1
 
 
-def test_a_reset_leaves_what_other_code_has_compiled_alone():
+def test_reset_spares_graphs_of_other_code():
     told = run("""
 class Other(flow.nn.Graph):
     def build(self, x):
@@ -127,7 +127,7 @@ few.run("a", [weight, image(0)])
 tell(resets=few.resets, said=said, other=other(flow.ones(2)).numpy().tolist())
 del other
 """)
-    assert "what others use of OneFlow" in told.pop("said")
+    assert "while other code uses it" in told.pop("said")
     assert told == {"resets": 0, "other": [2.0, 2.0]}
 
 
@@ -143,9 +143,11 @@ tell(built=small.built, shape=list(result.shape))
 """
 
 
-def test_graphs_that_compute_next_to_nothing_do_not_end_before_oneflow_knows_of_them():
-    """Without the pause, two processes of three hang or crash here. With it one did, once, on a busy machine: if one
-    does, two that come after it must not."""
+def test_tiny_graphs_neither_hang_nor_crash():
+    """Without the pause, two of three processes hang or crash here.
+
+    With it, one process did so once, on a busy machine. So one failure is allowed, but the next two runs must pass.
+    """
     try:
         told = run(TINY)
     except (AssertionError, subprocess.TimeoutExpired):
@@ -165,7 +167,7 @@ tell(built=everything.built)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"\x80\x04N."])
-def test_bytes_that_hold_no_program_are_refused(text):
+def test_bytes_without_a_program_are_refused(text):
     told = run(f"""
 try:
     Instances("cpu").add("a", pack({text!r}))

@@ -1,4 +1,4 @@
-"""Each operator's values against torch's, and that no entry of the table is without a test."""
+"""Each operator has the same values as in torch, and every entry of the table has a test."""
 
 from __future__ import annotations
 
@@ -200,12 +200,12 @@ def test_sizes_are_computed_with(function):
 
 
 @pytest.mark.parametrize("place", [([4, 3], [3, 1], 0), ([3, 4], [1, 3], 0), ([2, 4], [4, 1], 4)])
-def test_memory_looked_at_in_another_order_is_refused(place):
+def test_as_strided_in_another_order_is_refused(place):
     with pytest.raises(NotImplementedError, match="another order"):
         OPERATORS["aten.as_strided.default"](_numbers(*ROW), *place)
 
 
-def test_names_of_size_arithmetic_are_pythons():
+def test_size_arithmetic_uses_python_operators():
     assert all(OPERATORS[name] is getattr(operator, name.removeprefix("_operator.")) for name in BY_SIZES[1:])
 
 
@@ -214,8 +214,8 @@ def test_every_operator_has_a_test():
 
 
 @pytest.mark.oneflow
-def test_long_attention_goes_through_in_parts():
-    """At 2,048 pixels a side an image's own decoder would ask for 16 GB of scores."""
+def test_long_attention_runs_in_parts():
+    """For an image of 2,048 x 2,048 pixels, the scores of a VAE decoder would take 16 GB."""
     q = _numbers(1, 1, 16384, 4)
     (result,) = run(lambda q: aten.scaled_dot_product_attention(q, q, q), [q])
     torch.testing.assert_close(result, nn.functional.scaled_dot_product_attention(q, q, q))
