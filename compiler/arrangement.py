@@ -15,6 +15,7 @@ from torch import nn
 
 from .layout import has_layouts, stride_in
 from .signature import TENSOR_TYPES
+from .torch_compat import storage_users
 
 _ALONE = 2
 """Who holds the storage of a tensor that shares it with nobody: the tensor, and the object that is asked."""
@@ -68,6 +69,5 @@ def _lay_out(weight: torch.Tensor, memory_format: torch.memory_format) -> bool:
 
 def _is_alone(weight: torch.Tensor) -> bool:
     """Whether no other tensor shares this one's memory; not if this torch does not tell."""
-    use_count = getattr(torch._C, "_storage_Use_Count", None)
-    storage = weight.untyped_storage()
-    return use_count is not None and use_count(storage._cdata) <= _ALONE
+    users = storage_users(weight)
+    return users is not None and users <= _ALONE

@@ -31,6 +31,7 @@ from .registry import MAX_STRUCTURES, GraphEntry
 from .signature import TENSOR_TYPES, Structure, Unsupported, bind, describe, forward_signature, read
 from .skeleton import tensor_slots
 from .timing import compare
+from .torch_compat import pytree
 from .verify import disagreement
 
 log = logging.getLogger(__name__)
@@ -465,4 +466,4 @@ def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

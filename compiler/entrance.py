@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .dispatch import eagerly
 from .sampling import EachCall, Sampling
+from .torch_compat import pytree
 from .untouched import turns
 
 if TYPE_CHECKING:

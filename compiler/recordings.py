@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .counters import Counters, totals
 from .errors import one_line
@@ -31,6 +30,14 @@ from .fingerprint import Describer
 from .guards import Changed, ModuleGuard, TensorGuard
 from .host import Host
 from .signature import Unsupported, describe, forward_signature
+from .torch_compat import (
+    can_see_syncs,
+    clear_cublas_workspaces,
+    end_allocate_to_pool,
+    foreach_copy,
+    pytree,
+    release_pool,
+)
 from .verify import disagreement
 from .waits import WaitWatch
 from .watch import Watch
@@ -57,7 +64,7 @@ Record = Callable[[Callable[[], None], Any], Recording]
 
 def recordable(device: torch.device) -> bool:
     """Whether calls on a device can be recorded as CUDA graphs."""
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda" and torch.version.hip is None and can_see_syncs()
 
 
 def is_lent_memory(device: torch.device) -> bool:
@@ -107,8 +114,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 def _clear_workspaces() -> None:
     """Have cuBLAS allocate its workspace (32 MiB on an H200) in the recording's memory, or give it back there."""
-    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-        torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 def _end_failed_capture(pool: Any) -> None:
@@ -119,8 +125,8 @@ def _end_failed_capture(pool: Any) -> None:
     """
     device = torch.cuda.current_device()
     with suppress(RuntimeError, AttributeError):  # the first says so if the capture did end
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
+        end_allocate_to_pool(device, pool)
+        release_pool(device, pool)
     number = torch.zeros(1, device="cuda")
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream())
@@ -150,7 +156,7 @@ class _Recorded:
     result: Any
 
     def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
-        torch._foreach_copy_(self.inputs, list(tensors))
+        foreach_copy(self.inputs, list(tensors))
         self.recording.replay()
         return pytree.tree_map_only(torch.Tensor, torch.clone, self.result)
 

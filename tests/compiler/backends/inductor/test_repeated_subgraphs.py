@@ -5,9 +5,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compiled_graphs.compiler.backends import inductor
-from compiled_graphs.compiler.backends.inductor import Artifact
-from compiled_graphs.compiler.backends.repeats import FEWEST, _Stretch, folded, tracing_once
+from compiled_graphs.compiler.backends.inductor import Artifact, artifacts
+from compiled_graphs.compiler.backends.inductor.repeated_subgraphs import FEWEST, RepeatedSpan, folded, tracing_once
 from networks import WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
 from torch import nn
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
@@ -152,7 +151,7 @@ def test_a_stretch_is_a_subgraph_only_if_it_writes_to_nothing_and_names_no_memor
 
     x = torch.randn(3, 4)
     program = torch.export.export(Network(), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    stretch = _Stretch.of([node for node in program.graph.nodes if node.op == "call_function"])
+    stretch = RepeatedSpan.of([node for node in program.graph.nodes if node.op == "call_function"])
     assert stretch.is_pure() == pure
 
 
@@ -201,7 +200,7 @@ def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
 
 @pytest.mark.usefixtures("cpp_compiler")
 def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piece(monkeypatch):
-    compiling, refused = inductor._compiled, []
+    compiling, refused = artifacts._compiled, []
 
     def without_subgraphs(module):
         if calls(module):
@@ -209,7 +208,7 @@ def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piec
             raise RuntimeError("no such operator")
         return compiling(module)
 
-    monkeypatch.setattr(inductor, "_compiled", without_subgraphs)
+    monkeypatch.setattr(artifacts, "_compiled", without_subgraphs)
     network = Towers(depth=FEWEST + 1)
     compiled = Artifact.compile(export(network))
     assert refused
