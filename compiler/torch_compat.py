@@ -191,13 +191,12 @@ OpOverloadPacket = type(torch.ops.aten.add)
 
 # Modules that torch.compile runs are left to it. Without this name, those that `nn.Module.compile` was called on are
 # not noticed, and a region can lie in one.
-_COMPILED_CALL = "_compiled_call_impl"
-_optional(f"torch.nn:Module.{_COMPILED_CALL}")
+_optional("torch.nn:Module._compiled_call_impl")
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether `nn.Module.compile` has been called on a module."""
-    return getattr(module, _COMPILED_CALL, None) is not None
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 # CUDA graphs. A step that waits for the GPU must not be captured, so nothing is captured where that cannot be seen.
