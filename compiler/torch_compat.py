@@ -271,7 +271,7 @@ INDUCTOR_WARM_UP = (
 )
 
 # What Inductor is told to choose otherwise. Without these names it chooses as it does by itself.
-inductor_config = Later("torch._inductor:config")
+inductor_config = Later("torch._inductor.config:")
 InductorChoices = Later("torch._inductor.choices:InductorChoices")
 ReductionHint = Later("torch._inductor.runtime.hints:ReductionHint")
 inductor_globals = Later("torch._inductor.virtualized:V")

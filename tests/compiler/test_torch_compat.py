@@ -146,21 +146,6 @@ def test_this_torch_has_every_name(path):
     torch_compat._look_up(path)
 
 
-@pytest.fixture
-def take_away(monkeypatch):
-    """Take names away from what is looked up from now on."""
-
-    def take_away(*gone, look_up=torch_compat._look_up):
-        def without(path):
-            if path in gone:
-                raise MissingName(path)
-            return look_up(path)
-
-        monkeypatch.setattr(torch_compat, "_look_up", without)
-
-    return take_away
-
-
 def test_names_that_a_backend_needs_are_all_asked_for():
     asked = {name.path for names in NEEDED_BY.values() for name in names}
     kinds = {"torch.export.graph_signature:InputKind", "torch.export.graph_signature:OutputKind"}

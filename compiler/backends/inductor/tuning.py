@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -62,7 +63,13 @@ def _entered(stack: ExitStack, context: Callable[[], AbstractContextManager[Any]
 
 
 def _go_without(error: Exception) -> None:
-    log.info("Inductor chooses by itself: %s: %s", type(error).__name__, error)
+    _say_once(f"{type(error).__name__}: {error}")
+
+
+@lru_cache
+def _say_once(reason: str) -> None:
+    """Say it for the first of thousands of kernels."""
+    log.info("Inductor chooses by itself: %s", reason)
 
 
 def _made_of(choices: list[type]) -> Any:

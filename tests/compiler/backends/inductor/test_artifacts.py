@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
-from compiled_graphs.compiler.backends.inductor import InductorBackend, artifacts
+from compiled_graphs.compiler import torch_compat
+from compiled_graphs.compiler.backends.inductor import AotiPackage, Artifact, InductorBackend, artifacts
 from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.store import FolderStore
+from compiled_graphs.compiler.torch_compat import Need
 from compiled_graphs.compiler.trust import Trust
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import WIDTH, ConvolutionNetwork, StreamNetwork, compile_network, export, sizes, transformer, weights_of
@@ -85,6 +87,7 @@ from pathlib import Path
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.graph_file import read_graphs
 from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.torch_compat import Need
 from compiled_graphs.compiler.trust import Trust
 from compiled_graphs.compiler.backends.inductor import InductorBackend
 from networks import install, sizes, transformer
@@ -134,3 +137,16 @@ def test_machine_code_for_another_processor_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(artifacts, "_cpu_features", lambda: frozenset())
     with pytest.raises(artifacts.OtherProcessor, match="which this one lacks"):
         BACKEND.load(data, exported.spec)
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.parametrize("compiler", [AotiPackage, Artifact])
+def test_without_any_name_that_only_makes_it_faster_a_network_is_compiled(monkeypatch, tmp_path, take_away, compiler):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    needed = {name.path for name in (*torch_compat.FOR_CPUS, *torch_compat.FOR_GPUS)}
+    take_away(*[path for path, need in torch_compat.NAMES.items() if need is not Need.ALL and path not in needed])
+    network = transformer()
+    compiled = compiler.compile(export(network))
+    (x,) = network.inputs(sizes(batch=2, tokens=7))
+    (ours,) = compiled(*weights_of(network.blocks[0]), x)
+    torch.testing.assert_close(ours, network.blocks[0](x), atol=1e-4, rtol=1e-4)

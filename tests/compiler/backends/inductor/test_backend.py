@@ -8,12 +8,14 @@ import threading
 
 import pytest
 import torch
+from compiled_graphs.compiler import torch_compat
 from compiled_graphs.compiler.backends.inductor import InductorBackend, backend
 from compiled_graphs.compiler.counters import Counters
 from compiled_graphs.compiler.host import Host
 from compiled_graphs.compiler.recordings import FEWEST_STEPS, Recordings
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import CPU, WIDTH, transformer, weights_of
+from recorders import repeat
 from torch._inductor import cpp_builder, exc
 
 BACKEND = InductorBackend()
@@ -34,6 +36,17 @@ def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypat
     assert CachingAutotuner.run is before
     assert seen[0] == ("kernel", (tensor.data_ptr(), 3, None), 7)
     assert seen[1][1][0] is tensor
+
+
+def test_nothing_is_recorded_where_torch_has_no_such_launcher(take_away):
+    take_away(torch_compat.CachingAutotuner.path)
+    network, counters = transformer().blocks[0], Counters()
+    recordings = Recordings(network, Repeating(), counters, CPU, record=repeat, within=BACKEND.recording)
+    x = torch.randn(2, 9, WIDTH)
+    for _ in range(3):
+        torch.testing.assert_close(recordings.serve(network, (x,), {}), network(x))
+    assert "CachingAutotuner" in recordings.reason
+    assert counters.recordings == 0
 
 
 class Repeating(Host):
@@ -124,3 +137,25 @@ def test_the_environment_is_the_same_each_time_and_names_torch_and_the_instructi
     assert environment["backend"] == "inductor"
     assert environment["device"].startswith("cpu")
     assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_without_a_digest_of_its_code_inductor_is_known_by_torchs_commit(take_away):
+    before = BACKEND.environment(CPU)
+    take_away(torch_compat.torch_key.path)
+    assert BACKEND.environment(CPU) == before | {"inductor": torch.version.git_version}
+
+
+@pytest.mark.parametrize("name", [*torch_compat.INDUCTOR_WARM_UP, torch_compat.torch_key])
+def test_warming_up_leaves_out_what_torch_does_not_have(take_away, name):
+    take_away(name.path)
+    BACKEND.warm_up()
+
+
+@pytest.mark.parametrize(
+    "name", [torch_compat.get_cpp_compiler, torch_compat.InvalidCxxCompiler, torch_compat.cache_dir]
+)
+def test_what_torch_does_not_say_counts_as_there(monkeypatch, take_away, name):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(backend.Path, "is_file", lambda self: True)
+    take_away(name.path)
+    assert BACKEND.available(CPU) is None

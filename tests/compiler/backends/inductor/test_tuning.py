@@ -7,6 +7,7 @@ import pytest
 import sympy
 import torch
 from compiled_graphs.compiler.backends.inductor import tuning
+from compiled_graphs.compiler.torch_compat import InductorChoices, ReductionHint, inductor_config, inductor_globals
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import WIDTH, Stack, TransformerBlock
 from torch import nn
@@ -27,14 +28,13 @@ def test_long_rows_are_normalised_in_one_pass():
 
 def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
     from torch._inductor import config
-    from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 
     before = config.triton.autotune_pointwise
     with tuning.preferences():
-        assert type(V.choices) is not InductorChoices
+        assert type(V.choices) is not InductorChoices.get()
         config.triton.autotune_pointwise = not before
-    assert type(V.choices) is InductorChoices
+    assert type(V.choices) is InductorChoices.get()
     assert config.triton.autotune_pointwise is before
 
 
@@ -50,16 +50,77 @@ def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
     ],
 )
 def test_rows_and_heads_of_known_length_are_reduced_in_registers(monkeypatch, values, hint, in_registers):
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
-    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(lambda *_: False))
+    monkeypatch.setattr(InductorChoices.get(), "should_use_persistent_reduction", staticmethod(lambda *_: False))
     row = SimpleNamespace(
-        reduction_numel=sympy.sympify(values), get_reduction_hint=lambda: getattr(ReductionHint, hint)
+        reduction_numel=sympy.sympify(values), get_reduction_hint=lambda: getattr(ReductionHint.get(), hint)
     )
     with tuning.preferences():
         assert V.choices.should_use_persistent_reduction(row, False) == in_registers
+
+
+class TheirChoices:
+    """Inductor's, as far as ours ask them."""
+
+    def should_use_persistent_reduction(self, features, cooperative=False):
+        return False
+
+    def triton_kernel_kwargs(self, kernel, features, groups):
+        return {"groups": groups}
+
+
+class ByThemselves(tuning._LongerRows, tuning._OneForm, TheirChoices):
+    """Ours over those."""
+
+
+@pytest.mark.parametrize("name", [InductorChoices, ReductionHint, inductor_config, inductor_globals])
+def test_without_a_name_a_graph_is_compiled_with_what_is_left_of_our_choices(take_away, name):
+    from torch._inductor import choices, config
+    from torch._inductor.virtualized import V
+
+    before = config.triton.autotune_pointwise
+    take_away(name.path)
+    with tuning.preferences():
+        assert isinstance(V.choices, choices.InductorChoices)
+        assert isinstance(V.choices, tuning._LongerRows) == (name in (ReductionHint, inductor_config))
+        assert isinstance(V.choices, tuning._OneForm) == (name is ReductionHint)
+    assert type(V.choices) is choices.InductorChoices
+    assert config.triton.autotune_pointwise is before
+
+
+def test_kernels_that_do_not_say_what_we_ask_are_left_to_inductor():
+    changed = SimpleNamespace()
+    assert ByThemselves().should_use_persistent_reduction(changed, cooperative=True) is False
+    with tuning.preferences():
+        assert ByThemselves().triton_kernel_kwargs(type, changed, [1]) == {"groups": [1]}
+
+
+def test_what_is_missing_is_said_once(caplog, take_away):
+    tuning._say_once.cache_clear()
+    take_away(InductorChoices.path)
+    with caplog.at_level("INFO", logger=tuning.log.name):
+        for _ in range(2):
+            with tuning.preferences():
+                pass
+    (record,) = caplog.records
+    assert "torch._inductor.choices.InductorChoices" in record.getMessage()
+
+
+def test_settings_are_given_back_and_unknown_ones_are_left_out():
+    from torch._inductor import config
+
+    before = config.max_autotune
+    with tuning.settings({"max_autotune": not before}):
+        assert config.max_autotune is not before
+    assert config.max_autotune is before
+    with tuning.settings({"no_such_setting": 1}):
+        assert not hasattr(config, "no_such_setting")
+
+
+def test_errors_of_compiling_are_not_kept():
+    with pytest.raises(KeyError), tuning.preferences():
+        raise KeyError
 
 
 def kernel_that_reads(*reads):
