@@ -15,6 +15,7 @@ from torch import nn
 
 from .layout import has_layouts, stride_in
 from .signature import TENSOR_TYPES
+from .torch_compat import storage_users
 
 _UNSHARED_USES = 2
 """Use count of an unshared storage: the tensor, and the handle that is asked for the count."""
@@ -68,6 +69,5 @@ def _lay_out(weight: torch.Tensor, memory_format: torch.memory_format) -> bool:
 
 def _is_unshared(weight: torch.Tensor) -> bool:
     """Whether no other tensor shares this one's memory. False if this torch does not report use counts."""
-    use_count = getattr(torch._C, "_storage_Use_Count", None)
-    storage = weight.untyped_storage()
-    return use_count is not None and use_count(storage._cdata) <= _UNSHARED_USES
+    users = storage_users(weight)
+    return users is not None and users <= _UNSHARED_USES

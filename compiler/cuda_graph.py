@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .torch_compat import can_see_syncs, clear_cublas_workspaces, end_allocate_to_pool, release_pool
+
 
 class Replayable(Protocol):
     """A call that was captured."""
@@ -33,7 +35,7 @@ Capture = Callable[[Callable[[], None], Any], Replayable]
 
 def can_capture(device: torch.device) -> bool:
     """Whether calls on a device can be captured as CUDA graphs."""
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda" and torch.version.hip is None and can_see_syncs()
 
 
 def is_lent_memory(device: torch.device) -> bool:
@@ -83,8 +85,7 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 def _clear_workspaces() -> None:
     """Have cuBLAS allocate its workspace (32 MiB on an H200) in the capture's memory, or give it back there."""
-    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
-        torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 def _end_failed_capture(pool: Any) -> None:
@@ -95,8 +96,8 @@ def _end_failed_capture(pool: Any) -> None:
     """
     device = torch.cuda.current_device()
     with suppress(RuntimeError, AttributeError):  # the first says so if the capture did end
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
+        end_allocate_to_pool(device, pool)
+        release_pool(device, pool)
     number = torch.zeros(1, device="cuda")
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream())

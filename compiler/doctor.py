@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from .backends import BACKENDS
-from .backends.inductor import OLDEST_TORCH
+from .backends.inductor import OLDEST_TORCH, find_cpp_compiler
 from .backends.oneflow import onediff_text
 from .store import GIGABYTE, FolderStore, StoreError, open_store
+from .torch_compat import missing
 from .trust import KEY_BYTES, Trust
 
 PATIENCE = 10.0
@@ -91,6 +92,8 @@ def _torch(around: Surroundings) -> Fact:
     text = f"{torch.__version__}, with {built}"
     if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:
         return Fact("torch", text, False, f"Update torch to {'.'.join(map(str, OLDEST_TORCH))} or newer.")
+    if reason := missing():
+        return Fact("torch", text, False, reason)
     return Fact("torch", text)
 
 
@@ -166,14 +169,11 @@ def _compiler(around: Surroundings) -> Fact:
 
 
 def _cpp_compiler() -> Fact:
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        found = cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
+    found = find_cpp_compiler()
+    if found is None:
         which = "Visual Studio Build Tools" if os.name == "nt" else "g++ or clang"
         return Fact("compiler", "no C++ compiler was found", False, f"Install {which}, or set CXX to one.")
-    return Fact("compiler", shutil.which(found) or found)
+    return Fact("compiler", shutil.which(found) or found or "not looked for: this torch does not say which it takes")
 
 
 def _headers(around: Surroundings) -> Fact:

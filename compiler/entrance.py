@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .compiled_model import CompiledModel
 from .probe import ModelCall
@@ -23,6 +22,7 @@ from .region_forward import RegionForward, eagerly
 from .running_call import RunningCall, entered
 from .sampling import EachCall, Sampling
 from .step_replay import StepReplay
+from .torch_compat import pytree
 from .untouched import turns
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,20 @@ import torch
 if TYPE_CHECKING:
     from .backends import Backend
 
-_TRACING = ("attention", "gpu_functions", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
+_TRACING = (
+    "attention",
+    "gpu_functions",
+    "layout",
+    "patches",
+    "scaled_weights",
+    "signature",
+    "skeleton",
+    "torch_compat",
+    "trace",
+)
 """Modules here that decide what graph a region becomes."""
-_INDUCTOR = ("backends/inductor", "backends/repeats")
-_COMPILING = {"inductor": _INDUCTOR, "inductor_fp8": ("backends/float8", *_INDUCTOR)}
+_INDUCTOR = tuple(f"backends/inductor/{name}" for name in ("artifacts", "backend", "repeated_subgraphs", "tuning"))
+_COMPILING = {"inductor": _INDUCTOR, "inductor_fp8": ("backends/inductor/float8", *_INDUCTOR)}
 """Those that change a graph before it is compiled, by backend."""
 _PROBING = ("hosts/comfy_calls", "hosts/diffusers_calls", "probe", "region", "signature", "skeleton")
 """Modules that decide which graphs a model wants."""

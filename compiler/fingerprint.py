@@ -33,6 +33,7 @@ from torch import nn
 from .host import Host
 from .layout import has_layouts, stride_in
 from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, qualified_name, read_source
+from .torch_compat import OpOverload, OpOverloadPacket
 from .watch import PLAIN, Watch, class_settings
 
 LIBRARIES = frozenset(
@@ -269,7 +270,7 @@ class _Values:
             owner = value.__self__
             own = None if owner is None or isinstance(owner, types.ModuleType) else self.describe(owner, where)
             return ["builtin", value.__qualname__, own]
-        if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(value, OpOverload | OpOverloadPacket):
             return ["operator", str(value)]
         return None
 

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .expressions import evaluate
 from .options import decode_writes
+from .torch_compat import pytree
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 

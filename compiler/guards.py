@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from .graph import GraphSpec
 from .host import Host
 from .layout import has_layouts
 from .signature import STATIC_TYPES, TENSOR_TYPES, Unsupported
 from .skeleton import tensor_slots
+from .torch_compat import global_forward_hooks, global_forward_pre_hooks
 
 
 class Changed(Exception):
@@ -54,7 +54,7 @@ class ModuleGuard:
 
         Raises Changed if its modules, or settings that people change according to the host, have changed.
         """
-        if _global_forward_hooks or _global_forward_pre_hooks:
+        if global_forward_hooks or global_forward_pre_hooks:
             raise Unsupported("a hook on every module of the process")
         if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
             raise Unsupported("a hook on a module inside the region")

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from .host import Host
 from .region import Region
 from .signature import Structure, Unsupported, bind, read
 from .skeleton import skeleton
+from .torch_compat import FakeTensorMode, pytree
 from .trace import Variant
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .torch_compat import is_compiled_in_place
+
 LISTED = frozenset(
     {
         # ComfyUI's UNetModel keeps different layers in one container and passes options between them. So its layers
@@ -69,7 +71,7 @@ def find_regions(model: nn.Module) -> list[Region]:
 
 def is_torch_compiled(module: nn.Module) -> bool:
     """Whether torch.compile runs this module: as a wrapper, or in place (`nn.Module.compile`)."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    return type(module).__name__ == "OptimizedModule" or is_compiled_in_place(module)
 
 
 def _walk(module: nn.Module, path: str, repeated: bool) -> Iterator[Region]:

@@ -29,6 +29,7 @@ from .region_kind import Miss, Plan, Refusal, RegionKind
 from .running_call import RunningCall, running_call
 from .signature import Structure, Unsupported
 from .timing import compare
+from .torch_compat import pytree
 from .verify import disagreement
 
 log = logging.getLogger(__name__)
@@ -345,4 +346,4 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -15,7 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from .torch_compat import pytree
 
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 """The exact types that a graph takes. A subclass (quantised, wrapped, fake) may compute something else."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
-
 from .source_text import running_source
+from .torch_compat import torch_functions
 
 CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
 """Methods that ran before a block is described. The block's attributes hold what they left behind."""
@@ -118,7 +117,7 @@ def knows_name(owner: Any, name: str) -> bool:
     """Whether the library that owns a class or module uses this name there, whoever put the present value there."""
     if name.startswith("__") and name.endswith("__"):  # Python itself calls special methods
         return True
-    bases = owner.__mro__[1:] if isinstance(owner, type) else (torch._C._VariableFunctions,)
+    bases = owner.__mro__[1:] if isinstance(owner, type) else (torch_functions,)
     module = owner.__module__ if isinstance(owner, type) else owner.__name__
     if any(hasattr(base, name) for base in bases):
         return True

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .counters import Counters
 from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
@@ -31,6 +30,7 @@ from .guards import Changed, ModuleGuard, TensorGuard
 from .host import Host
 from .running_call import RunningCall
 from .signature import ContextArguments, Unsupported
+from .torch_compat import foreach_copy, pytree
 from .verify import disagreement
 from .waits import WaitWatch
 from .watch import Watch
@@ -68,7 +68,7 @@ class _Captured:
 
         Raises RuntimeError if it finds no memory: others can have taken it since the sampling before.
         """
-        torch._foreach_copy_(self.inputs, list(tensors))
+        foreach_copy(self.inputs, list(tensors))
         self.graph.replay()
         return pytree.tree_map_only(torch.Tensor, torch.clone, self.result)
 

@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import ConstantArgument, TensorArgument
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.printers import PythonPrinter
 
 from .errors import one_line
 from .fingerprint import strings_of, tensor_attributes
@@ -30,6 +25,17 @@ from .options import TracedOptions, encode_writes
 from .region import Region
 from .signature import Structure, Unsupported, call_forward, parse
 from .skeleton import skeleton, tensor_slots
+from .torch_compat import (
+    ConstantArgument,
+    FakeTensorMode,
+    PythonPrinter,
+    ShapeEnv,
+    TensorArgument,
+    guard_expressions,
+    pytree,
+    size_expression,
+    version,
+)
 
 log = logging.getLogger(__name__)
 
@@ -258,9 +264,9 @@ def _mutated_inputs(
     with mode:
         weights = [w.clone() for w in weights]
         inputs = [t.clone() for t in inputs]
-        before = [t._version for t in [*weights, *inputs]]
+        before = [version(t) for t in [*weights, *inputs]]
         pure(weights, inputs)
-        changed = [t._version != version for t, version in zip([*weights, *inputs], before, strict=True)]
+        changed = [version(t) != was for t, was in zip([*weights, *inputs], before, strict=True)]
     if any(changed[: len(weights)]):
         raise Unsupported("a region that writes to its own weights")
     return tuple(i for i, moved in enumerate(changed[len(weights) :]) if moved)
@@ -291,15 +297,11 @@ def _spec(
 
 
 def _size(size: int | torch.SymInt) -> int | str:
-    return size if isinstance(size, int) else PythonPrinter().doprint(size.node.expr)
+    return size if isinstance(size, int) else PythonPrinter().doprint(size_expression(size))
 
 
 def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
-    environments = {id(t.fake_mode.shape_env): t.fake_mode.shape_env for t in inputs}
-    expressions = [
-        environment.replace(guard.expr) for environment in environments.values() for guard in environment.guards
-    ]
-    return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in expressions if e != True))  # noqa: E712  sympy
+    return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in guard_expressions(inputs) if e != True))  # noqa: E712  sympy
 
 
 def _index_limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
@@ -312,7 +314,7 @@ def _index_limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
     most: dict[Any, int] = {}
     for value in pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes]):
         if isinstance(value, torch.Tensor) and isinstance(numel := value.numel(), torch.SymInt):
-            factor, symbols = numel.node.expr.as_coeff_Mul()
+            factor, symbols = size_expression(numel).as_coeff_Mul()
             most[symbols] = max(most.get(symbols, 0), factor)
     return tuple(f"{PythonPrinter().doprint(factor * symbols)} <= {MAX_ELEMENTS}" for symbols, factor in most.items())
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-_COPIES = frozenset({torch.ops.aten._to_copy, torch.ops.aten.copy_})
+from .torch_compat import TorchDispatchMode, pytree, to_copy
+
+_COPIES = frozenset({to_copy, torch.ops.aten.copy_})
 _SYNC_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 """torch's tags for operators that sync: their caller needs a value, or the number of values, before it can go on."""
 _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_})

@@ -18,8 +18,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import attention, patches
 from .backends import BACKENDS
@@ -30,6 +28,7 @@ from .graph import GraphSpec
 from .host import Host
 from .libraries import Example
 from .signature import parse
+from .torch_compat import FakeTensorMode, ShapeEnv
 from .trace import ExportedRegion, Variant, export_region
 
 _LENGTH = struct.Struct("<Q")

@@ -14,6 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "house.md"
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "execution", "folder_paths", "nodes", "server"}
+COMPAT = "compiler/torch_compat"
+PUBLIC = {"torch", "torch.nn", "torch.ops"}
+"""Modules that are everybody's, though they have names in them that are not."""
 WITHOUT_TORCH = [f"compiler/backends/oneflow/{name}" for name in ("operators", "instances", "serve", "version")]
 
 
@@ -139,9 +142,66 @@ def test_the_rules_of_imports(room):
     if not room.startswith(("nodes/", "compiler/hosts/comfy")):
         assert first(far) & COMFYUI == set()
     if room.startswith("nodes/"):
-        assert [name for name in far if name.startswith("torch._")] == []
+        assert "compiler/torch_compat" not in imports(room)[0]
     if room in WITHOUT_TORCH:
         assert "torch" not in first(far)
+
+
+@cache
+def names_of_torchs_own() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the modules that torch_compat.py takes names from, and the attributes with a leading underscore."""
+    paths = re.findall(r'"(torch[\w.]*):([\w.()]*)"', rooms()[COMPAT].read_text(encoding="utf-8"))
+    attributes = {part.removesuffix("()") for _, path in paths for part in path.split(".")}
+    return (
+        frozenset(module for module, _ in paths) - PUBLIC,
+        frozenset(name for name in attributes if name.startswith("_")) - {"_C"},
+    )
+
+
+def torchs_own(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module mentions of torch's own: imports, attributes, and names in strings that are no docstrings."""
+    modules, attributes = names_of_torchs_own()
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            found = [ast.unparse(node)]
+            if node.attr in attributes:
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            found = [node.value]
+            if node.value in attributes:
+                yield node.value
+        yield from (name for name in found if name in modules or re.match(r"torch\.([a-z]\w*\.)*_[a-zA-Z]", name))
+
+
+@pytest.mark.parametrize("room", sorted(set(rooms()) - {COMPAT}))
+def test_one_file_mentions_what_torch_calls_its_own(room):
+    found = sorted(set(torchs_own(ast.parse(rooms()[room].read_text(encoding="utf-8")))))
+    assert found == [], f"take {found} from compiler/torch_compat.py, which has a guard for each name"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._inductor",
+        "from torch.utils import _pytree",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "from torch.fx.experimental.symbolic_shapes import ShapeEnv",
+        "torch._C._cuda_releasePool(device, pool)",
+        "tensor._version",
+        'getattr(module, "_compiled_call_impl", None)',
+        'import_module("torch._inductor.compile_fx")',
+        "torch.ops.aten._to_copy",
+    ],
+)
+def test_each_way_to_mention_it_is_seen(line):
+    assert list(torchs_own(ast.parse(line)))
+    assert not list(torchs_own(ast.parse(repr(f"of {line}"))))
 
 
 def test_imports_are_read_correctly():
@@ -151,5 +211,4 @@ def test_imports_are_read_correctly():
     assert {"compiler/hosts/comfy_calls", "compiler/registry"} <= imports("compiler/hosts/comfy")[0]
     assert "compiler/model" not in imports("compiler/registry")[0]  # imported only under TYPE_CHECKING
     assert "compiler/jobs" in imports("compiler/backends/oneflow/worker_process")[0]
-    assert "torch._inductor" in imports("compiler/backends/inductor")[1]
     assert "folder_paths" in imports("compiler/hosts/comfy")[1]

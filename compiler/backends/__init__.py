@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from ..torch_compat import missing
 from .base import Backend
 from .eager import EagerBackend
-from .float8 import Float8Backend
-from .inductor import InductorBackend
+from .inductor import Float8Backend, InductorBackend
 from .oneflow import OneFlowBackend
 
 _all = (InductorBackend(), Float8Backend(), EagerBackend(), OneFlowBackend())
@@ -22,12 +22,12 @@ NAMES = [AUTO, *BACKENDS]
 
 
 def choose_backend(name: str, device: torch.device) -> tuple[Backend | None, str]:
-    """Return the backend for a name and device, or None and one sentence with the reason and the remedy.
+    """Return the backend for a name and device, or None and the reason and the remedy in words.
 
     "auto" means Inductor: running exported graphs uncompiled would be slower than the model as it was.
     """
     chosen = BACKENDS.get("inductor" if name == AUTO else name)
     if chosen is None:
         return None, f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
-    reason = chosen.available(device)
+    reason = chosen.available(device) or missing()
     return (None, reason) if reason else (chosen, "")

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..host import Host
 from ..probe import ModelCall, Sizes
 from ..skeleton import skeleton
+from ..torch_compat import pytree
 
 
 def repeat(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:

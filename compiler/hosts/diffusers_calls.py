@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..probe import ModelCall, Sizes
 from ..signature import forward_signature
+from ..torch_compat import pytree
 
 Inputs = dict[str, Any]
 Make = Callable[..., torch.Tensor]

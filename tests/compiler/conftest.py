@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from compiled_graphs.compiler import graph_cache as graph_cache_module
+from compiled_graphs.compiler import torch_compat
 from compiled_graphs.compiler.registry import Registry
 
 
@@ -46,3 +47,18 @@ def traced_once(monkeypatch):
         return dataclasses.replace(exported, program=copy.deepcopy(exported.program))
 
     monkeypatch.setattr(graph_cache_module, "export_region", export_region)
+
+
+@pytest.fixture
+def take_away(monkeypatch):
+    """Take names of torch's own away from what is looked up from now on."""
+
+    def take_away(*gone, look_up=torch_compat._look_up):
+        def without(path):
+            if path in gone:
+                raise torch_compat.MissingName(path)
+            return look_up(path)
+
+        monkeypatch.setattr(torch_compat, "_look_up", without)
+
+    return take_away

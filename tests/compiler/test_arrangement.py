@@ -139,12 +139,6 @@ def test_a_network_that_was_in_channels_last_stays_so(network):
     assert all(map(is_channels_last, convolutions(network)))
 
 
-def test_nothing_is_arranged_without_use_counts(network, monkeypatch):
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    Arrangement(network, CPU).begin()
-    assert all(weight.is_contiguous() for weight in convolutions(network))
-
-
 def test_too_little_memory_leaves_the_rest_contiguous(network, monkeypatch):
     def clone(tensor, *_):
         if len([w for w in convolutions(network) if is_channels_last(w)]) == 2:

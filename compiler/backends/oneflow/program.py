@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind, OutputKind
 
 from ...signature import Unsupported
+from ...torch_compat import InputKind, OpOverload, OutputKind
 from ...trace import ExportedRegion
 from .operators import OPERATORS
 
@@ -108,7 +108,7 @@ def _needed(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> list[torch.f
 
 def _target(node: torch.fx.Node) -> str:
     target = node.target
-    return str(target) if isinstance(target, torch._ops.OpOverload) else f"{target.__module__}.{target.__name__}"
+    return str(target) if isinstance(target, OpOverload) else f"{target.__module__}.{target.__name__}"
 
 
 def _encode(value: Any) -> Any:

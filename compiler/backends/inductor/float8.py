@@ -15,21 +15,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import Executable, GraphSpec
-from ..trace import ExportedRegion
-from .inductor import InductorBackend
+from ...graph import Executable, GraphSpec
+from ...torch_compat import FOR_FLOAT8, fake_mode, missing, scaled_mm, size_hint
+from ...trace import ExportedRegion
+from .backend import InductorBackend
 
 DTYPE = torch.float8_e4m3fn
 FEWEST_WEIGHTS = 2**20
-"""Of a layer that is worth it."""
+"""Weights of the smallest layer that is quantized."""
 FEWEST_ROWS = 512
-"""In the example that a graph is traced with, a seventh of what an image of 1024x1024 has. Texts have tens there."""
+"""Rows of the smallest product that is quantized, in the example that a graph is traced with.
+
+An image of 1024x1024 has seven times as many there, texts have tens.
+"""
 OLDEST_CAPABILITY = (8, 9)
 
 _aten = torch.ops.aten
 
 
-class Rounded:
+class Float8Executable:
     """An executable that knows whether any of its products are rounded: if none is, it has to be as exact as any."""
 
     def __init__(self, executable: Executable, is_rounded: bool) -> None:
@@ -51,17 +55,17 @@ class Float8Backend(InductorBackend):
     def available(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
             return "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
-        return super().available(device)
+        return missing(*FOR_FLOAT8) or super().available(device)
 
-    def compile(self, exported: ExportedRegion) -> Rounded:
-        count = round_products(exported.program.graph_module)
-        return Rounded(super().compile(exported), count > 0)
+    def compile(self, exported: ExportedRegion) -> Float8Executable:
+        count = quantize_linears(exported.program.graph_module)
+        return Float8Executable(super().compile(exported), count > 0)
 
-    def load(self, data: bytes, spec: GraphSpec) -> Rounded:
-        return Rounded(super().load(data[1:], spec), data[0] > 0)
+    def load(self, data: bytes, spec: GraphSpec) -> Float8Executable:
+        return Float8Executable(super().load(data[1:], spec), data[0] > 0)
 
 
-def round_products(module: fx.GraphModule) -> int:
+def quantize_linears(module: fx.GraphModule) -> int:
     """Have large linear layers of a graph multiply in float8; return how many.
 
     Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
@@ -86,7 +90,7 @@ def _is_worth_it(node: fx.Node) -> bool:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    return size_hint(size) if isinstance(size, torch.SymInt) else size
 
 
 def _product(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
@@ -98,7 +102,7 @@ def _product(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None)
     columns, column_scales = (_node(graph, _aten.t.default, each) for each in (columns, column_scales))
     # Rows with scales of their own come out as bfloat16 from all kernels, and as float16 from some.
     options = (None, None, torch.bfloat16, True)
-    result = _node(graph, _aten._scaled_mm.default, rows, columns, row_scales, column_scales, *options)
+    result = _node(graph, scaled_mm.get(), rows, columns, row_scales, column_scales, *options)
     result = _node(graph, _aten.to.dtype, result, like.dtype)
     if bias is not None:
         result = _node(graph, _aten.add.Tensor, result, bias)
@@ -119,7 +123,7 @@ def _rounded(graph: fx.Graph, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
 def _node(graph: fx.Graph, target: Any, first: fx.Node, *others: Any) -> fx.Node:
     """Add a call, with what it gives for fake tensors."""
     node = graph.call_function(target, (first, *others))
-    with first.meta["val"].fake_mode:
+    with fake_mode(first.meta["val"]):
         values = fx.map_arg(node.args, lambda each: each.meta["val"])
         node.meta["val"] = target(*values)
     return node

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compiled_graphs.compiler.backends import inductor
-from compiled_graphs.compiler.backends.inductor import Artifact
-from compiled_graphs.compiler.backends.repeats import FEWEST, _Stretch, folded, tracing_once
+from compiled_graphs.compiler import torch_compat
+from compiled_graphs.compiler.backends.inductor import Artifact, artifacts, repeated_subgraphs
+from compiled_graphs.compiler.backends.inductor.repeated_subgraphs import FEWEST, RepeatedSpan, folded, tracing_once
 from networks import WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
 from torch import nn
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
@@ -152,7 +152,7 @@ def test_a_stretch_is_a_subgraph_only_if_it_writes_to_nothing_and_names_no_memor
 
     x = torch.randn(3, 4)
     program = torch.export.export(Network(), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False)
-    stretch = _Stretch.of([node for node in program.graph.nodes if node.op == "call_function"])
+    stretch = RepeatedSpan.of([node for node in program.graph.nodes if node.op == "call_function"])
     assert stretch.is_pure() == pure
 
 
@@ -186,6 +186,15 @@ def test_torch_asks_once_what_our_subgraph_does_and_always_of_others_and_in_othe
     assert asked == ["repeated", "theirs", "theirs", "repeated"]
 
 
+def test_where_torch_has_nothing_to_ask_subgraphs_are_compiled_all_the_same(take_away):
+    take_away(torch_compat.invoke_subgraph_gen_schema.path)
+    before = InvokeSubgraphHOP.gen_schema
+    with tracing_once():
+        assert InvokeSubgraphHOP.gen_schema is before
+    with pytest.raises(KeyError), tracing_once():
+        raise KeyError
+
+
 @pytest.mark.usefixtures("cpp_compiler")
 def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
     network = Towers()
@@ -201,7 +210,7 @@ def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
 
 @pytest.mark.usefixtures("cpp_compiler")
 def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piece(monkeypatch):
-    compiling, refused = inductor._compiled, []
+    compiling, refused = artifacts._compiled, []
 
     def without_subgraphs(module):
         if calls(module):
@@ -209,7 +218,7 @@ def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piec
             raise RuntimeError("no such operator")
         return compiling(module)
 
-    monkeypatch.setattr(inductor, "_compiled", without_subgraphs)
+    monkeypatch.setattr(artifacts, "_compiled", without_subgraphs)
     network = Towers(depth=FEWEST + 1)
     compiled = Artifact.compile(export(network))
     assert refused
@@ -217,3 +226,17 @@ def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piec
     torch.testing.assert_close(
         compiled(*weights_of(network.towers[0]), x)[0], network.towers[0](x), atol=1e-4, rtol=1e-4
     )
+
+
+def test_without_a_name_that_finding_them_needs_a_graph_is_compiled_in_one_piece(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(artifacts, "_compiled", compiled.append)
+    for name in ("tree_map", "free_symbols", "storage_address", "is_mutable", "invoke_subgraph"):
+        exported = export(Towers())
+        with monkeypatch.context() as patch:
+            patch.setattr(repeated_subgraphs, name, torch_compat._Absent("Absent", (), {"path": name}))
+            Artifact.compile(exported)
+        assert compiled == [exported.program.graph_module]
+        compiled.clear()
+    Artifact.compile(exported)
+    assert calls(compiled[0])

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager import EagerBackend
-from compiled_graphs.compiler.backends.float8 import FEWEST_ROWS, Float8Backend, Rounded, round_products
 from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.backends.inductor.float8 import (
+    FEWEST_ROWS,
+    Float8Backend,
+    Float8Executable,
+    quantize_linears,
+)
 from compiled_graphs.compiler.compiled_model import CompiledModel
 from compiled_graphs.compiler.graph_cache import GraphCache
 from compiled_graphs.compiler.host import Host
@@ -79,7 +84,7 @@ def products(module):
 def test_a_large_layer_multiplies_in_float8_and_the_others_as_they_did(dtype, bias):
     network = Layers(bias)
     module, weights = traced(network, dtype=dtype)
-    assert round_products(module) == 1
+    assert quantize_linears(module) == 1
     assert len(products(module)) == 1
     for batch, tokens in ((2, 7), (1, 300), (3, 1)):
         x = torch.randn(batch, tokens, WIDTH, dtype=dtype)
@@ -92,7 +97,7 @@ def test_a_large_layer_multiplies_in_float8_and_the_others_as_they_did(dtype, bi
 def test_rows_of_zeros_and_rows_of_any_size_keep_their_scale():
     network = Layers()
     module, weights = traced(network)
-    round_products(module)
+    quantize_linears(module)
     x = torch.randn(1, 4, WIDTH).to(torch.bfloat16) * torch.tensor([0, 1e-4, 1, 1e3])[None, :, None].to(torch.bfloat16)
     (ours,), theirs = module(*weights, x), network(x)
     for row in range(4):
@@ -103,7 +108,7 @@ def test_rows_of_zeros_and_rows_of_any_size_keep_their_scale():
 @pytest.mark.parametrize(("rows", "dtype"), [(FEWEST_ROWS - 2, torch.bfloat16), (FEWEST_ROWS, torch.float32)])
 def test_few_rows_and_other_dtypes_are_left_alone(rows, dtype):
     module, _ = traced(Layers(), rows, dtype)
-    assert round_products(module) == 0
+    assert quantize_linears(module) == 0
     assert not products(module)
 
 
@@ -114,8 +119,8 @@ class Rounding(EagerBackend):
         self.says_so = says_so
 
     def compile(self, exported):
-        assert round_products(exported.program.graph_module)
-        return Rounded(super().compile(exported), self.says_so)
+        assert quantize_linears(exported.program.graph_module)
+        return Float8Executable(super().compile(exported), self.says_so)
 
 
 @pytest.mark.parametrize("says_so", [True, False])

@@ -15,8 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils import _pytree as pytree
+
+from ...torch_compat import (
+    MissingName,
+    free_symbols,
+    invoke_subgraph,
+    invoke_subgraph_gen_schema,
+    is_mutable,
+    storage_address,
+    tree_map,
+)
 
 FEWEST = 4
 """Equal stretches that are worth folding."""
@@ -31,7 +39,7 @@ _HANDING_ON = frozenset({torch.ops.aten.dropout.default})
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class RepeatedSpan:
     """Consecutive nodes of a graph."""
 
     nodes: tuple[fx.Node, ...]
@@ -43,7 +51,7 @@ class _Stretch:
     """What two stretches have in common that compute the same function of their operands."""
 
     @classmethod
-    def of(cls, nodes: Sequence[fx.Node]) -> _Stretch:
+    def of(cls, nodes: Sequence[fx.Node]) -> RepeatedSpan:
         places = {node: place for place, node in enumerate(nodes)}
         operands: dict[fx.Node, int] = {}
 
@@ -57,7 +65,7 @@ class _Stretch:
 
     def is_pure(self) -> bool:
         """Whether it writes to nothing, and hands on only what it has made itself: no two names for one memory."""
-        if any(node.target._schema.is_mutable for node in self.nodes if hasattr(node.target, "_schema")):
+        if any(is_mutable(node.target) for node in self.nodes):
             return False
         results = [self.nodes[place] for place in self.results]
         values = [node.meta["val"] for node in results]
@@ -104,7 +112,12 @@ def tracing_once() -> Iterator[None]:
     (`InvokeSubgraphHOP.gen_schema`): a third of the compile of a transformer of ten blocks, with torch 2.12 and older.
     Here every call is of the same subgraph, with operands of the same form, and that writes to none of them.
     """
-    operators, thread, schemas = type(torch.ops.higher_order.invoke_subgraph), threading.get_ident(), {}
+    try:
+        invoke_subgraph_gen_schema.get()
+    except MissingName:  # then nothing is asked that could be asked once
+        yield
+        return
+    operators, thread, schemas = type(invoke_subgraph.get()), threading.get_ident(), {}
 
     def gen_schema(self: Any, subgraph: Any, identifier: str, *operands: Any) -> Any:
         if identifier != _NAME or threading.get_ident() != thread:
@@ -122,14 +135,14 @@ def tracing_once() -> Iterator[None]:
             operators.gen_schema = original
 
 
-def _repeated(nodes: list[fx.Node]) -> list[_Stretch]:
+def _repeated(nodes: list[fx.Node]) -> list[RepeatedSpan]:
     """Return the equal stretches that follow each other, or nothing."""
     period, begin, end = _longest_run([_loose_form(node) for node in nodes])
     for first in range(begin, min(begin + period, end)):
         cuts = range(first, end - period + 1, period)
         if len(cuts) < FEWEST or nodes[first].target not in _FIRST:
             continue
-        stretches = [_Stretch.of(nodes[cut : cut + period]) for cut in cuts]
+        stretches = [RepeatedSpan.of(nodes[cut : cut + period]) for cut in cuts]
         equal = [stretch for stretch in stretches if stretch.form == stretches[0].form]
         if len(equal) == len(stretches) and all(stretch.is_pure() for stretch in stretches):
             return stretches
@@ -157,14 +170,14 @@ def _form(node: fx.Node) -> str:
     def describe(value: Any) -> Any:
         return (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else value
 
-    return str(pytree.tree_map(describe, node.meta.get("val")))
+    return str(tree_map(describe, node.meta.get("val")))
 
 
 def _memory(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return storage_address(value)
 
 
-def _symbol_nodes(graph: fx.Graph, stretch: _Stretch) -> list[fx.Node] | None:
+def _symbol_nodes(graph: fx.Graph, stretch: RepeatedSpan) -> list[fx.Node] | None:
     """Return nodes for the sizes that the operands' shapes are made of; None if one of them is no size of an input.
 
     The subgraph takes them as operands: Inductor does not read `h` and `w` off a dimension of `h * w`.
@@ -189,7 +202,7 @@ def _input_sizes(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, Any]]:
             yield from ((node, dim, size) for dim, size in enumerate(node.meta["val"].shape))
 
 
-def _subgraph(stretch: _Stretch, symbols: list[fx.Node]) -> fx.Graph:
+def _subgraph(stretch: RepeatedSpan, symbols: list[fx.Node]) -> fx.Graph:
     graph = fx.Graph()
     inside: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate([*symbols, *stretch.operands]):
@@ -201,7 +214,7 @@ def _subgraph(stretch: _Stretch, symbols: list[fx.Node]) -> fx.Graph:
     return graph
 
 
-def _call_instead(graph: fx.Graph, stretches: list[_Stretch], symbols: list[fx.Node]) -> None:
+def _call_instead(graph: fx.Graph, stretches: list[RepeatedSpan], symbols: list[fx.Node]) -> None:
     """Put calls of the subgraph in the place of the stretches."""
     now: dict[fx.Node, fx.Node] = {}
     for stretch in stretches:
@@ -209,7 +222,7 @@ def _call_instead(graph: fx.Graph, stretches: list[_Stretch], symbols: list[fx.N
         results = [stretch.nodes[place] for place in stretch.results]
         with graph.inserting_before(stretch.nodes[0]):
             subgraph = graph.get_attr(_NAME)
-            call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (subgraph, _NAME, *symbols, *operands))
+            call = graph.call_function(invoke_subgraph.get(), (subgraph, _NAME, *symbols, *operands))
             call.meta["val"] = tuple(node.meta["val"] for node in results)
             for number, node in enumerate(results):
                 now[node] = graph.call_function(operator.getitem, (call, number))

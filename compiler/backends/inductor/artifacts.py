@@ -1,0 +1,139 @@
+"""What Inductor makes of a graph, and its bytes: an artifact for a GPU, a package for a CPU."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import platform
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...torch_compat import (
+    CompiledArtifact,
+    aoti_compile_and_package,
+    aoti_load_package,
+    standalone_compile,
+)
+from ...trace import ExportedRegion
+from .repeated_subgraphs import folded, tracing_once
+from .tuning import preferences, settings
+
+log = logging.getLogger(__name__)
+
+
+class OtherProcessor(Exception):
+    """Machine code for a CPU with instructions that this one lacks."""
+
+
+class Artifact:
+    """What `standalone_compile` makes, fresh or loaded."""
+
+    def __init__(self, artifact: Any) -> None:
+        self._artifact = artifact
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._artifact(*tensors)
+
+    def to_bytes(self) -> bytes:
+        # Torch writes artifacts to paths only.
+        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+            path = Path(folder, "artifact")
+            self._artifact.save(path=str(path), format="binary")
+            return path.read_bytes()
+
+    @classmethod
+    def compile(cls, exported: ExportedRegion) -> Artifact:
+        module = exported.program.graph_module
+        results = module.graph.output_node()
+        results.args = (tuple(result for result in results.args[0] if result is not None),)
+        module.recompile()
+        try:
+            if (shorter := folded(module)) is not None:
+                with tracing_once():
+                    return cls(_compiled(shorter))
+        except Exception as error:  # not every torch takes every subgraph, or has what finding them needs
+            log.info("A graph is compiled in one piece: %s: %s", type(error).__name__, error)
+        return cls(_compiled(module))
+
+    @classmethod
+    def load(cls, data: bytes) -> Artifact:
+        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+            path = Path(folder, "artifact")
+            path.write_bytes(data)
+            return cls(CompiledArtifact.get().load(path=str(path), format="binary"))
+
+
+def _compiled(module: torch.fx.GraphModule) -> Any:
+    for node in chain.from_iterable(m.graph.nodes for m in module.modules() if isinstance(m, torch.fx.GraphModule)):
+        # Inductor's cache keys on these; with real tensors in their place two widths got one key.
+        if node.meta.get("val") is not None:
+            node.meta["example_value"] = node.meta["val"]
+    examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    # Without it (torch 2.8, 2.9) the artifact is a set of cache entries, with it one self-contained callable.
+    compiler = standalone_compile.get()
+    ahead_of_time = {"aot": True} if "aot" in inspect.signature(compiler).parameters else {}
+    with preferences():
+        return compiler(module, examples, dynamic_shapes="from_graph", **ahead_of_time)
+
+
+class AotiPackage:
+    """What AOTInductor makes: a package (.pt2) around a shared library.
+
+    The library is built for the processor it is built on ("-march=native"), so its bytes name that one's
+    instruction sets.
+    """
+
+    _PACKAGE, _FEATURES = "graph.pt2", "cpu_features"
+
+    def __init__(self, data: bytes, runner: Any) -> None:
+        self._data = data
+        self._runner = runner
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [output for output in self._runner.loader.run(list(tensors)) if output is not None]
+
+    def to_bytes(self) -> bytes:
+        return self._data
+
+    @classmethod
+    def compile(cls, exported: ExportedRegion) -> AotiPackage:
+        # AOTInductor writes into this setting; a dictionary of this compile's own takes it.
+        with (
+            settings({"aot_inductor.metadata": {}}),
+            tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder,
+        ):
+            path = Path(folder, cls._PACKAGE)
+            aoti_compile_and_package.get()(exported.program, package_path=str(path))
+            buffer = io.BytesIO()
+            with zipfile.ZipFile(buffer, "w") as archive:
+                archive.write(path, cls._PACKAGE)
+                archive.writestr(cls._FEATURES, " ".join(sorted(_cpu_features())))
+        return cls.load(buffer.getvalue())
+
+    @classmethod
+    def load(cls, data: bytes) -> AotiPackage:
+        """Raises OtherProcessor if this one cannot run it."""
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if missing := set(archive.read(cls._FEATURES).decode().split()) - _cpu_features():
+                raise OtherProcessor(f"built for a CPU with {min(missing)}, which this one lacks")
+            with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+                return cls(data, aoti_load_package.get()(archive.extract(cls._PACKAGE, folder)))
+
+
+@lru_cache(maxsize=1)
+def _cpu_features() -> frozenset[str]:
+    """Return the instruction sets that the operating system names, or the processor's name as the only one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return frozenset(features or [platform.processor().replace(" ", "_")])

@@ -1,0 +1,159 @@
+"""Torch's Inductor: through `standalone_compile` for GPUs, through AOTInductor for CPUs.
+
+Both compile one graph ahead of time, with no Dynamo guards and no cache keyed on anything but what we pass in.
+`standalone_compile` gives an artifact that carries its GPU kernels, and other projects ship on it. For a CPU the
+same artifact carries only sources, so that a new process would run the C++ compiler again; AOTInductor gives a
+shared library, which loads in milliseconds. (On GPUs its packages crash on some Linux distributions.)
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...graph import Executable, GraphSpec
+from ...torch_compat import (
+    FOR_CPUS,
+    FOR_GPUS,
+    INDUCTOR_WARM_UP,
+    CachingAutotuner,
+    InvalidCxxCompiler,
+    MissingName,
+    cache_dir,
+    get_cpp_compiler,
+    missing,
+    torch_key,
+)
+from ...trace import ExportedRegion
+from .artifacts import AotiPackage, Artifact
+
+OLDEST_TORCH = (2, 8)
+_LAUNCHES = threading.Lock()
+
+
+@contextmanager
+def launching_by_address() -> Iterator[None]:
+    """Have kernels that this thread launches given the addresses of tensors, which are not looked up then.
+
+    Given a tensor, a launcher asks CUDA whose memory it is. While a call is recorded, CUDA's asynchronous allocator
+    hands out addresses that have no memory yet, and the question ends the recording ("invalid argument").
+    Raises MissingName where torch has no such launcher: nothing must be recorded then.
+    """
+    launcher, thread = CachingAutotuner.get(), threading.get_ident()
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            args = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return original(kernel, *args, **kwargs)
+
+    with _LAUNCHES:
+        original = launcher.run
+        launcher.run = run
+        try:
+            yield
+        finally:
+            launcher.run = original
+
+
+class InductorBackend:
+    """Satisfies `Backend`."""
+
+    name = "inductor"
+    recording = staticmethod(launching_by_address)
+    grows = False
+
+    def available(self, device: torch.device) -> str | None:
+        if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:
+            wanted = ".".join(map(str, OLDEST_TORCH))
+            return f"Inductor graphs need torch {wanted} or newer; this is {torch.__version__}: update torch."
+        if device.type == "cuda":
+            return missing(*FOR_GPUS) or _missing_for_cuda(device)
+        if device.type == "cpu":
+            return missing(*FOR_CPUS) or _missing_for_cpu()
+        return f"Inductor graphs run on cuda and cpu devices, not on {device.type}."
+
+    def environment(self, device: torch.device) -> dict[str, str]:
+        fields = {"backend": self.name, "torch": torch.__version__, "inductor": _inductor_version()}
+        if device.type == "cuda":
+            import triton
+
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            runtime = torch.version.hip or torch.version.cuda or ""
+            return fields | {"device": f"cuda {capability}", "runtime": runtime, "triton": triton.__version__}
+        capability = torch.backends.cpu.get_cpu_capability()
+        return fields | {"device": f"cpu {capability}", "platform": sysconfig.get_platform()}
+
+    def warm_up(self) -> None:
+        for name in INDUCTOR_WARM_UP:
+            with suppress(MissingName):
+                name.get()
+
+    def compile(self, exported: ExportedRegion) -> Executable:
+        return (AotiPackage if exported.spec.device == "cpu" else Artifact).compile(exported)
+
+    def load(self, data: bytes, spec: GraphSpec) -> Executable:
+        return (AotiPackage if spec.device == "cpu" else Artifact).load(data)
+
+
+def _inductor_version() -> str:
+    """Return what tells the code of this Inductor from others."""
+    try:
+        return torch_key.get()().hex()[:16]
+    except MissingName:
+        return str(torch.version.git_version)
+
+
+def _missing_for_cuda(device: torch.device) -> str | None:
+    if not _has_triton():
+        package = "triton-windows" if os.name == "nt" else "triton"
+        return f"Compiling for {torch.cuda.get_device_name(device)} needs Triton: pip install {package}."
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than what Triton supports (compute capability 7.0)."
+    return _unwritable_cache()
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def find_cpp_compiler() -> str | None:
+    """Return the C++ compiler that Inductor takes, None if there is none, or "" if this torch does not tell."""
+    try:
+        find, none_found = get_cpp_compiler.get(), InvalidCxxCompiler.get()
+    except MissingName:
+        return ""
+    try:
+        return find()
+    except (none_found, RuntimeError, OSError):
+        return None
+
+
+def _missing_for_cpu() -> str | None:
+    if find_cpp_compiler() is None:
+        remedy = "install Visual Studio Build Tools" if os.name == "nt" else "install g++ or clang"
+        return f"Compiling for the CPU needs a C++ compiler, and none was found: {remedy}, or set CXX to one."
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "Compiling for the CPU needs Python's C headers: install the python3-dev package of this Python."
+    return _unwritable_cache()
+
+
+def _unwritable_cache() -> str | None:
+    try:
+        with tempfile.TemporaryFile(dir=cache_dir.get()()):
+            return None
+    except MissingName:
+        return None
+    except OSError as error:
+        return f"Inductor cannot write to its folder ({error.strerror}): set TORCHINDUCTOR_CACHE_DIR to one it can."

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+
+import pytest
+import torch
+from compiled_graphs.compiler import torch_compat
+from compiled_graphs.compiler.backends.inductor import InductorBackend, backend
+from compiled_graphs.compiler.counters import Counters
+from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.running_call import RunningCall
+from compiled_graphs.compiler.step_replay import FEWEST_STEPS, StepReplay
+from gpu_graphs import compiled_on_gpu, on_gpu
+from networks import CPU, WIDTH, transformer, weights_of
+from recorders import repeat
+from torch._inductor import cpp_builder, exc
+
+BACKEND = InductorBackend()
+
+
+def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypatch):
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    seen = []
+    monkeypatch.setattr(CachingAutotuner, "run", lambda kernel, *args, stream: seen.append((kernel, args, stream)))
+    tensor, launch = torch.ones(3), lambda: CachingAutotuner.run("kernel", tensor, 3, None, stream=7)
+    before = CachingAutotuner.run
+    with backend.launching_by_address():
+        launch()
+        other = threading.Thread(target=launch)
+        other.start()
+        other.join()
+    assert CachingAutotuner.run is before
+    assert seen[0] == ("kernel", (tensor.data_ptr(), 3, None), 7)
+    assert seen[1][1][0] is tensor
+
+
+def test_nothing_is_recorded_where_torch_has_no_such_launcher(take_away):
+    take_away(torch_compat.CachingAutotuner.path)
+    network, counters = transformer().blocks[0], Counters()
+    recordings = StepReplay(network, Repeating(), CPU, counters, repeat, within=BACKEND.recording)
+    x = torch.randn(2, 9, WIDTH)
+    for _ in range(3):
+        torch.testing.assert_close(recordings.serve(network, (x,), {}, RunningCall(None)), network(x))
+    assert "CachingAutotuner" in recordings.reason
+    assert counters.recordings == 0
+
+
+class Repeating(Host):
+    def unrepeatable(self, context, literals):
+        return None
+
+    def steps(self, context):
+        return FEWEST_STEPS
+
+
+@on_gpu
+def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights():
+    network = transformer().to("cuda")
+    block, graph = network.blocks[0], compiled_on_gpu(network)
+    device = block.gate.device
+    recordings = StepReplay(block, Repeating(), device, Counters(), within=BACKEND.recording)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 9, WIDTH, device=device)
+            ours = recordings.serve(lambda x: graph(weights_of(block), [x])[0], (x,), {}, RunningCall(None))
+            torch.testing.assert_close(ours, block(x), atol=1e-3, rtol=1e-3)
+            block.gate.mul_(1.5)
+    assert recordings._counters.replays == 2, recordings.reason
+
+
+def test_warming_up_leaves_nothing_to_import_for_the_first_load():
+    script = """
+import sys, torch
+from compiled_graphs.compiler.backends.inductor import InductorBackend
+InductorBackend().warm_up()
+before = set(sys.modules)
+import torch._inductor.compile_fx, torch._inductor.select_algorithm, torch._inductor.async_compile
+sys.exit(len(set(sys.modules) - before))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
+def test_another_kind_of_device_is_answered_with_those_there_are(name):
+    assert BACKEND.available(torch.device(name)) == f"Inductor graphs run on cuda and cpu devices, not on {name}."
+
+
+@pytest.mark.parametrize("error", [exc.InvalidCxxCompiler(), OSError("no g++"), RuntimeError("no cl")])
+def test_without_a_compiler_one_sentence_says_how_to_get_one(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", fail)
+    reason = BACKEND.available(CPU)
+    assert "C++ compiler" in reason
+    assert "CXX" in reason
+
+
+def test_a_compiler_that_does_not_exist_counts_as_none():
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "C++ compiler" in BACKEND.available(CPU)
+    assert BACKEND.available(CPU) is None
+
+
+def test_without_python_headers_one_sentence_says_how_to_get_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert "python3-dev" in BACKEND.available(CPU)
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_the_remedy(monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(backend.Path, "is_file", lambda self: True)
+    reason = BACKEND.available(CPU)
+    assert "No space left on device" in reason
+    assert "TORCHINDUCTOR_CACHE_DIR" in reason
+
+
+def test_an_old_torch_is_said_with_the_version_that_is_needed(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
+    assert BACKEND.available(CPU) == "Inductor graphs need torch 2.8 or newer; this is 2.7.1+cu128: update torch."
+
+
+def test_the_environment_is_the_same_each_time_and_names_torch_and_the_instruction_set():
+    environment = BACKEND.environment(CPU)
+    assert environment == InductorBackend().environment(CPU)
+    assert environment["torch"] == torch.__version__
+    assert environment["backend"] == "inductor"
+    assert environment["device"].startswith("cpu")
+    assert all(isinstance(value, str) for value in environment.values())
+
+
+def test_without_a_digest_of_its_code_inductor_is_known_by_torchs_commit(take_away):
+    before = BACKEND.environment(CPU)
+    take_away(torch_compat.torch_key.path)
+    assert BACKEND.environment(CPU) == before | {"inductor": torch.version.git_version}
+
+
+@pytest.mark.parametrize("name", [*torch_compat.INDUCTOR_WARM_UP, torch_compat.torch_key])
+def test_warming_up_leaves_out_what_torch_does_not_have(take_away, name):
+    take_away(name.path)
+    BACKEND.warm_up()
+
+
+@pytest.mark.parametrize(
+    "name", [torch_compat.get_cpp_compiler, torch_compat.InvalidCxxCompiler, torch_compat.cache_dir]
+)
+def test_what_torch_does_not_say_counts_as_there(monkeypatch, take_away, name):
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(backend.Path, "is_file", lambda self: True)
+    take_away(name.path)
+    assert BACKEND.available(CPU) is None
