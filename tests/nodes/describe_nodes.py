@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import make_locales  # noqa: E402
+import make_locales
 
 FIELDS = (
     *("CATEGORY", "FUNCTION", "RETURN_TYPES", "RETURN_NAMES", "OUTPUT_NODE", "DEPRECATED"),
@@ -27,8 +27,8 @@ def describe(node, title):
 
 
 def started_by_validators(nodes):
-    """Return the threads that run, and whether the host was loaded, once each node has been validated."""
-    before = set(threading.enumerate())
+    """Return the threads that run, and the modules that are loaded, once each node has been validated."""
+    before, loaded = set(threading.enumerate()), set(sys.modules)
     for node in nodes.values():
         if validate := getattr(node, "VALIDATE_INPUTS", None):
             count = validate.__code__.co_argcount
@@ -36,7 +36,7 @@ def started_by_validators(nodes):
             assert validate(**{name: "auto" if name == "backend" else "x" for name in names}) is True
     return {
         "threads": [thread.name for thread in threading.enumerate() if thread not in before],
-        "loaded": [name for name in sys.modules if name.startswith("compiled_graphs.compiler.hosts.comfy")],
+        "loaded": [name for name in sys.modules if name not in loaded and "compiled_graphs" in name],
     }
 
 
