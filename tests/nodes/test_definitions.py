@@ -1,4 +1,4 @@
-"""What saved workflows and other programs depend on: ids, inputs in their order, outputs. A validator starts nothing."""
+"""What saved workflows depend on: ids, inputs in their order, outputs. And a validator starts nothing."""
 
 from __future__ import annotations
 
