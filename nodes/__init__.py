@@ -1,6 +1,11 @@
-"""The nodes a person drags. One module per family; what they do is in `compiler.hosts.comfy`."""
+"""The nodes that people connect, one module per family. What they do is in `compiler.hosts`.
 
-from . import doctor_route, graph_files, onediff, routes
+Importing this registers the folder of graph files, the routes and the handler of prompts, and does no more.
+"""
+
+from ..compiler.hosts import graph_folder
+from ..web_server import doctor_route, queued_prompt, routes
+from . import onediff
 from .compile_model import CompileModel
 from .compile_report import CompileReport
 from .control_net_speedup import ControlNetSpeedup
@@ -8,20 +13,16 @@ from .deep_cache import DeepCache
 from .graph_files import LoadGraph, SaveGraph
 from .vae_speedup import VAESpeedup
 
-_NODES = {
-    "CG_CompileModel": (CompileModel, "Compile Model"),
-    "CG_VAESpeedup": (VAESpeedup, "VAE Speedup"),
-    "CG_ControlNetSpeedup": (ControlNetSpeedup, "ControlNet Speedup"),
-    "CG_DeepCache": (DeepCache, "DeepCache"),
-    "CG_SaveGraph": (SaveGraph, "Save Graph"),
-    "CG_LoadGraph": (LoadGraph, "Load Graph"),
-    "CG_CompileReport": (CompileReport, "Compile Report"),
-}
+_WITH_BACKEND = (CompileModel, VAESpeedup, ControlNetSpeedup, LoadGraph)
+_NODES = (CompileModel, VAESpeedup, ControlNetSpeedup, DeepCache, SaveGraph, LoadGraph, CompileReport)
 
-graph_files.register_folder()
+graph_folder.register_folder()
 _IS_FIRST_COPY = routes.register()
-doctor_route.register()
-_ALL = {**_NODES, **onediff.unclaimed()} if _IS_FIRST_COPY else {}
+_ALL = (*_NODES, *onediff.unclaimed()) if _IS_FIRST_COPY else ()
 
-NODE_CLASS_MAPPINGS = {name: cls for name, (cls, _) in _ALL.items()}
-NODE_DISPLAY_NAME_MAPPINGS = {name: title for name, (_, title) in _ALL.items()}
+NODE_CLASS_MAPPINGS = {node.ID: node for node in _ALL}
+NODE_DISPLAY_NAME_MAPPINGS = {node.ID: node.TITLE for node in _ALL}
+
+doctor_route.register()
+if _IS_FIRST_COPY:
+    queued_prompt.register(NODE_CLASS_MAPPINGS.keys(), {node.ID for node in _WITH_BACKEND})

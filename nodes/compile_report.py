@@ -9,7 +9,8 @@ import folder_paths
 import numpy
 import torch
 
-from . import messages, sockets
+from ..web_server import events
+from .inputs import ANY
 from .report_picture import Row, Section, draw
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ _SOURCES = {"compiled": "compiled", "disk": "loaded from disk", "file": "loaded 
 class CompileReport:
     """Put behind a sampler. Draws what each kind of block takes compiled and uncompiled."""
 
+    ID = "CG_CompileReport"
+    TITLE = "Compile Report"
     CATEGORY = "compiled graphs"
     FUNCTION = "report"
     OUTPUT_NODE = True
@@ -43,7 +46,7 @@ class CompileReport:
                 "vae": ("VAE", {"tooltip": "A VAE from VAE Speedup or Load Graph."}),
                 "control_net": ("CONTROL_NET", {"tooltip": "A ControlNet from ControlNet Speedup or Load Graph."}),
                 "after": (
-                    sockets.ANY,
+                    ANY,
                     {"tooltip": "Connect an IMAGE or LATENT: the report is drawn after it is made."},
                 ),
             },
@@ -64,7 +67,7 @@ class CompileReport:
         sections = sections or [Section("Compile Report", [NOT_COMPILED], [])]
         picture = draw(sections)
         text = "\n".join(f"{section.title}: {section.lines[0]}" for section in sections)
-        messages.show(unique_id, text)
+        events.show(unique_id, text)
         image = torch.from_numpy(numpy.asarray(picture, dtype=numpy.float32) / 255)[None]
         return {"ui": {"images": [_preview(picture)], "text": [text]}, "result": (image,)}
 

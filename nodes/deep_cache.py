@@ -1,10 +1,10 @@
-"""DeepCache: MODEL in, the same MODEL with steps out of which most compute the outer blocks only."""
+"""DeepCache: MODEL in, a MODEL out that computes only its outer blocks in most steps."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import messages
+from ..web_server import events
 
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy_deep_cache import Settings
@@ -30,6 +30,8 @@ STEPS = {
 class DeepCache:
     """Put before or after Compile Model. The image changes a little, and comes sooner."""
 
+    ID = "CG_DeepCache"
+    TITLE = "DeepCache"
     CATEGORY = "compiled graphs"
     FUNCTION = "cache"
     RETURN_TYPES = ("MODEL",)
@@ -48,26 +50,26 @@ class DeepCache:
     def cache(self, model: Any, unique_id: str = "", **steps: int) -> dict[str, Any]:
         """Return the clone, and the text the node shows."""
         cached, text = with_deep_cache(model, settings(**steps), unique_id)
-        messages.show(unique_id, text)
+        events.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (cached,)}
 
 
 def settings(
     cache_interval: int = 3, cache_layer_id: int = 0, cache_block_id: int = 1, start_step: int = 0, end_step: int = 1000
 ) -> Settings:
-    """Return what the widgets say."""
+    """Return the settings that the widgets have."""
     from ..compiler.hosts.comfy_deep_cache import Settings
 
     return Settings(cache_interval, cache_layer_id, cache_block_id, start_step, end_step)
 
 
 def with_deep_cache(model: Any, wanted: Settings, unique_id: str, above: str = "") -> tuple[Any, str]:
-    """Return a clone with shallow steps and what its node shows; later, it shows what each sampling did.
+    """Return a clone with shallow steps, and what its node shows. After each sampling it shows what that did.
 
-    `above` stands over it each time.
+    `above` is the text above that, each time.
     """
     from ..compiler.hosts.comfy_deep_cache import use_deep_cache
 
     lines = [above] if above else []
-    cached, text = use_deep_cache(model, wanted, lambda done: messages.show(unique_id, "\n".join([*lines, done])))
+    cached, text = use_deep_cache(model, wanted, lambda done: events.show(unique_id, "\n".join([*lines, done])))
     return cached, "\n".join([*lines, text])

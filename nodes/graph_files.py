@@ -2,52 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import folder_paths
-
-from ..compiler.backends import BACKENDS, NAMES
-from ..compiler.files import open_regular, write_whole
+from ..compiler.backends import NAMES
 from ..compiler.graph import CompiledGraph
-from ..compiler.graph_file import (
-    SUFFIX,
-    Entry,
-    GraphFileError,
-    StoredGraph,
-    read_graphs,
-    read_or_list,
-    write_graphs,
-)
-from ..compiler.trust import Trust, UnusableKey
-from . import messages, settings, sockets
+from ..compiler.graph_file import SUFFIX, GraphFileError
+from ..compiler.hosts import graph_folder
+from ..web_server import events
+from . import inputs
 
-FOLDER = "compiled_graphs"
+if TYPE_CHECKING:
+    from ..compiler.hosts.comfy import Request
+
 NONE = "none"
-_WRITING = threading.Lock()
 NOTHING_CONNECTED = "connect a model, a VAE or a ControlNet"
 
 
-def register_folder() -> None:
-    """Give graph files a folder among ComfyUI's models, beside any that extra_model_paths.yaml names."""
-    folder_paths.add_model_folder_path(FOLDER, os.path.join(folder_paths.models_dir, FOLDER))
-
-
-def listed_files() -> list[str]:
-    """Return the graph files among ComfyUI's models, by the names that the widget has."""
-    try:
-        names = folder_paths.get_filename_list(FOLDER)
-    except OSError:  # the folder was deleted while ComfyUI runs
-        return []
-    return [name for name in names if name.endswith(SUFFIX)]
-
-
 class SaveGraph:
-    """Writes the graphs that a model, a VAE and a ControlNet use to one file; compiles them first if nothing has."""
+    """Writes the graphs that a model, a VAE and a ControlNet use to one file. Compiles what is not compiled yet."""
 
+    ID = "CG_SaveGraph"
+    TITLE = "Save Graph"
     CATEGORY = "compiled graphs"
     FUNCTION = "save"
     RETURN_TYPES = ()
@@ -71,7 +49,7 @@ class SaveGraph:
                     "CONTROL_NET",
                     {"tooltip": "A ControlNet from ControlNet Speedup. One that is not compiled yet is compiled now."},
                 ),
-                "after": (sockets.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
+                "after": (inputs.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -88,24 +66,23 @@ class SaveGraph:
         """Write the file and return the text the node shows: what was written, or why nothing was."""
         from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
 
-        settings.apply()
         compilers = ((model, compile_model), (vae, compile_vae), (control_net, compile_control_net))
         found = [_graphs_of(thing, compile_thing) for thing, compile_thing in compilers if thing is not None]
-        graphs, told = (
-            [graph for graphs, _ in found for graph in graphs],
-            [line for _, lines in found for line in lines],
-        )
+        graphs = [graph for graphs, _ in found for graph in graphs]
+        told = [line for _, lines in found for line in lines]
         if graphs:
             text = "\n".join([_written(graphs, filename_prefix), *told])
         else:
             text = "\n".join(["nothing saved", *(told or [NOTHING_CONNECTED])])
-        messages.show(unique_id, text)
+        events.show(unique_id, text)
         return {"ui": {"text": [text]}}
 
 
 class LoadGraph:
-    """Puts the graphs of a file into a model, a VAE and a ControlNet: nothing is traced and nothing is compiled."""
+    """Puts the graphs of a file into a model, a VAE and a ControlNet. Nothing is traced and nothing is compiled."""
 
+    ID = "CG_LoadGraph"
+    TITLE = "Load Graph"
     CATEGORY = "compiled graphs"
     FUNCTION = "load"
     RETURN_TYPES = ("MODEL", "VAE", "CONTROL_NET")
@@ -122,7 +99,7 @@ class LoadGraph:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        files = listed_files()
+        files = graph_folder.listed_files()
         return {
             "required": {
                 "graph": (files or [NONE], {"tooltip": "A file under models/compiled_graphs."}),
@@ -130,22 +107,22 @@ class LoadGraph:
             "optional": {
                 "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
                 "vae": ("VAE", {"tooltip": "The VAE to put the graphs into."}),
-                "backend": sockets.backend(),
+                "backend": inputs.backend(),
                 "control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to put the graphs into."}),
-                "cuda_graphs": sockets.CUDA_GRAPHS,
+                "cuda_graphs": inputs.CUDA_GRAPHS,
             },
-            "hidden": sockets.HIDDEN,
+            "hidden": inputs.HIDDEN,
         }
 
     @classmethod
     def VALIDATE_INPUTS(cls, graph: str, backend: str = NAMES[0]) -> bool | str:  # noqa: N802  ComfyUI's name
         """Accept any name of a file: a workflow shared without it still runs, compiled."""
-        return sockets.check_backend(backend)
+        return inputs.check_backend(backend)
 
     @classmethod
     def IS_CHANGED(cls, graph: str, **others: Any) -> str:  # noqa: N802  ComfyUI's name
         """Load again when the file was written again."""
-        path = _find(graph)
+        path = graph_folder.find(graph)
         return f"{path.stat().st_mtime_ns} {path.stat().st_size}" if path else "missing"
 
     def load(
@@ -161,43 +138,50 @@ class LoadGraph:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return what is connected with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae, warm_up
 
-        settings.apply()
-        graphs, listed, problem = _read(graph)
-        texts = {"file": problem}
+        warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
+        graphs, listed, problem = graph_folder.read(graph)
+        shown = _Lines(problem)
+        common = replace(
+            events.request(backend, True, unique_id, prompt, extra_pnginfo),
+            graphs=graphs,
+            listed=listed,
+            source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
+            record=cuda_graphs,
+        )
 
-        def tell(name: str, text: str) -> str:
-            texts[name] = text
-            return "\n".join(filter(None, texts.values()))
-
-        def request(name: str) -> Any:
-            return replace(
-                messages.request(backend, True, unique_id, prompt, extra_pnginfo),
-                on_change=lambda changed: messages.show(unique_id, tell(name, changed)),
-                on_progress=lambda text: messages.progress(unique_id, text),
-                graphs=graphs,
-                listed=listed,
-                source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
-                record=cuda_graphs,
-            )
+        def request(name: str) -> Request:
+            return replace(common, on_change=lambda text: events.show(unique_id, shown.put(name, text)))
 
         if model is not None:
             model, text = compile_model(model, request("model"))
-            tell("model", text)
+            shown.put("model", text)
         if vae is not None:
             vae, text = compile_vae(vae, request("vae"), encode=None)
-            tell("vae", f"VAE: {text}")
+            shown.put("vae", f"VAE: {text}")
         if control_net is not None:
             control_net, text = compile_control_net(control_net, request("control_net"))
-            tell("control_net", f"ControlNet: {text}")
-        text = tell("none", "" if model or vae or control_net else NOTHING_CONNECTED)
-        messages.show(unique_id, text)
+            shown.put("control_net", f"ControlNet: {text}")
+        text = shown.put("none", "" if model or vae or control_net else NOTHING_CONNECTED)
+        events.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (model, vae, control_net)}
 
 
-def _graphs_of(thing: Any, compile_thing: Any) -> tuple[list[CompiledGraph], list[str]]:
-    """Return the graphs that a model, a VAE or a ControlNet uses, compiled now if need be, and what to tell of that."""
+class _Lines:
+    """What Load Graph shows: a part about the file, and one for each object, which may change later."""
+
+    def __init__(self, problem: str) -> None:
+        self._parts = {"file": problem}
+
+    def put(self, name: str, text: str) -> str:
+        """Say something else in one part, and return the whole text."""
+        self._parts[name] = text
+        return "\n".join(filter(None, self._parts.values()))
+
+
+def _graphs_of(thing: Any, compile_thing: Callable[[Any], tuple[Any, str]]) -> tuple[list[CompiledGraph], list[str]]:
+    """Return the graphs that an object uses, and what to tell the person. Compiles it now if nothing has yet."""
     from ..compiler.hosts.comfy import finish, graphs_in_use, patcher_of
 
     finish(patcher_of(thing))
@@ -209,70 +193,6 @@ def _graphs_of(thing: Any, compile_thing: Any) -> tuple[list[CompiledGraph], lis
 
 def _written(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     try:
-        return write(graphs, filename_prefix)
+        return graph_folder.write(graphs, filename_prefix)
     except GraphFileError as reason:
         return str(reason)
-
-
-def write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
-    """Write a graph file and return what was written. Raises GraphFileError if that cannot be done.
-
-    Any thread may write: the number in the name is taken by one at a time.
-    """
-    with _WRITING:
-        return _write(graphs, filename_prefix)
-
-
-def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
-    folder = folder_paths.get_folder_paths(FOLDER)[0]
-    name = filename_prefix
-    try:
-        os.makedirs(folder, exist_ok=True)
-        place, stem, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
-        path, newest = (Path(place, f"{stem}_{number:05}_{SUFFIX}") for number in (counter, counter - 1))
-        if _holds(newest, graphs):
-            return f"{len(graphs)} graphs are in {newest.name} already"
-        name = path.name
-        data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
-        write_whole(path, data)
-    except UnusableKey as error:
-        raise GraphFileError(f"{name} could not be written: {error}.") from None
-    except OSError as error:
-        raise GraphFileError(
-            f"{name} could not be written ({error.strerror or error}): make room, or save to another folder."
-        ) from None
-    return f"{len(graphs)} graphs saved to {name}, {len(data) / 1e6:.1f} MB"
-
-
-def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:
-    """Whether a file is sound and has just these graphs: a workflow that saves need not write a file each time."""
-    try:
-        with open_regular(path) as file:
-            stored = {graph.key: graph for graph in read_graphs(file, Trust())}
-    except (OSError, GraphFileError):
-        return False
-    return stored.keys() == {graph.key for graph in graphs} and not any(
-        BACKENDS[graph.backend].grows and stored[graph.key] != StoredGraph.of(graph) for graph in graphs
-    )
-
-
-def _find(name: str) -> Path | None:
-    """Return the path of a listed file. A name cannot lead out of the folders that ComfyUI lists."""
-    if name not in listed_files():
-        return None
-    path = folder_paths.get_full_path(FOLDER, name)
-    return Path(path) if path else None
-
-
-def _read(name: str) -> tuple[list[StoredGraph], list[Entry], str]:
-    """Return the graphs of a file, or what they were and one sentence with the reason."""
-    path = _find(name)
-    if path is None:
-        return [], [], f"{name} is not in models/{FOLDER}; compiled instead (Save Graph makes the file)."
-    try:
-        with open_regular(path) as file:
-            graphs, listed = read_or_list(file, Trust())
-    except (OSError, GraphFileError) as error:
-        return [], [], f"{name} cannot be used; compiled instead: {error}."
-    told = f"{name} was not made on this machine, so its {len(listed)} graphs are compiled here instead."
-    return graphs, listed, told if listed else ""

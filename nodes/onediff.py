@@ -1,8 +1,8 @@
 """Nodes under the ids of OneDiff's abandoned extension, so that workflows made with it open and run.
 
 Sockets, widgets and their order are those that its workflows contain (siliconflow/onediff, `onediff_comfy_nodes`).
-Each does what the node of ours named in its description does; what has no meaning any more is accepted, and the
-node says so. All are marked deprecated.
+Each node does what our node does that its description names. It accepts inputs that mean nothing any more, and says
+so. All are marked deprecated.
 """
 
 from __future__ import annotations
@@ -12,21 +12,32 @@ from typing import Any
 
 import folder_paths
 
-from . import messages, sockets
+from ..compiler.graph_file import SUFFIX
+from ..compiler.hosts.graph_folder import listed_files
+from ..web_server import events
+from . import inputs
 from .compile_model import CompileModel
+from .compile_node import CompileNode
 from .control_net_speedup import ControlNetSpeedup
 from .deep_cache import STEPS, settings, with_deep_cache
-from .graph_files import NONE, SUFFIX, LoadGraph, SaveGraph, listed_files
+from .graph_files import NONE, LoadGraph, SaveGraph
 from .vae_speedup import VAESpeedup
 
 CATEGORY = "compiled graphs/OneDiff workflows"
 NO_BOOSTER = "boosters are of no use any more: the blocks are compiled by Inductor"
 ANY_BATCH = "nothing to do: one set of graphs serves every batch size"
-_BOOSTER = ("CUSTOM_BOOSTER", {"tooltip": "Accepted from old workflows; has no effect."})
-_INPLACE = ("BOOLEAN", {"default": True, "label_on": "yes", "label_off": "no", "tooltip": "Has no effect."})
-_SWITCH = (["disable", "enable"], {"tooltip": "Whether the VAE's decoder is compiled as well."})
-_STATIC = (["enable", "disable"], {"tooltip": "Has no effect."})
+SAME = "From OneDiff's workflows. Use {} instead: this does the same."
 
+
+def _ignored(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Return an input that has no effect."""
+    return kind, {**options, "tooltip": "Has no effect."}
+
+
+_BOOSTER = ("CUSTOM_BOOSTER", {"tooltip": "Accepted from old workflows; has no effect."})
+_INPLACE = _ignored("BOOLEAN", default=True, label_on="yes", label_off="no")
+_SWITCH = (["disable", "enable"], {"tooltip": "Whether the VAE's decoder is compiled as well."})
+_STATIC = _ignored(["enable", "disable"])
 
 _OUTPUTS = {
     "MODEL": "The model, to be used as it is.",
@@ -41,69 +52,83 @@ _OUTPUTS = {
 
 
 class _Node:
-    """What all have. `INPUTS` are the sockets and widgets, by group."""
+    """What all of these nodes have. A node's id is the name of its class, `INPUTS` has its inputs by group."""
 
     CATEGORY = CATEGORY
     FUNCTION = "run"
     DEPRECATED = True
+    ID = ""
+    TITLE = ""
     INPUTS: dict[str, dict[str, Any]] = {}
     RETURN_TYPES: tuple[str, ...] = ()
     OUTPUT_TOOLTIPS: tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
+        cls.ID = cls.__name__
         cls.OUTPUT_TOOLTIPS = tuple(_OUTPUTS[kind] for kind in cls.RETURN_TYPES)
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        return {**cls.INPUTS, "hidden": sockets.HIDDEN}
+        return {**cls.INPUTS, "hidden": inputs.HIDDEN}
 
 
-class ModelSpeedup(_Node):
+class _Speedup(_Node):
+    """Does what a node of ours does with its defaults. What came in is never changed, whatever `inplace` says."""
+
+    NODE: type[CompileNode]
+
+    def run(self, custom_booster: Any = None, **given: Any) -> dict[str, Any]:
+        """Return the object with compiled blocks."""
+        hidden, own = _apart(given)
+        socket, _ = self.NODE.SOCKET
+        answer = self.NODE().compile(**{socket: own[socket]}, **hidden)
+        if self.NODE is CompileModel:
+            return _boosted(answer, hidden, custom_booster)
+        return _with(answer, hidden, _booster(custom_booster))
+
+
+class ModelSpeedup(_Speedup):
+    TITLE = "Model Speedup (old)"
+    NODE = CompileModel
     RETURN_TYPES = ("MODEL",)
-    DESCRIPTION = "From OneDiff's workflows. Use Compile Model instead: this does the same."
+    DESCRIPTION = SAME.format("Compile Model")
     INPUTS = {
         "required": {"model": ("MODEL", {"tooltip": "The diffusion model to compile."})},
         "optional": {"custom_booster": _BOOSTER, "inplace": _INPLACE},
     }
 
-    def run(self, model: Any, custom_booster: Any = None, inplace: bool = True, **hidden: Any) -> dict[str, Any]:
-        """Return the compiled clone; the model that came in is never changed, whatever `inplace` says."""
-        return _boosted(CompileModel().compile(model, **hidden), hidden, custom_booster)
 
-
-class VaeSpeedup(_Node):
+class VaeSpeedup(_Speedup):
+    TITLE = "VAE Speedup (old)"
+    NODE = VAESpeedup
     RETURN_TYPES = ("VAE",)
-    DESCRIPTION = "From OneDiff's workflows. Use VAE Speedup of Compiled Graphs instead: this does the same."
+    DESCRIPTION = SAME.format("VAE Speedup of Compiled Graphs")
     INPUTS = {
         "required": {"vae": ("VAE", {"tooltip": "The VAE whose decoder is to be compiled."})},
         "optional": {"custom_booster": _BOOSTER, "inplace": _INPLACE},
     }
 
-    def run(self, vae: Any, custom_booster: Any = None, inplace: bool = True, **hidden: Any) -> dict[str, Any]:
-        """Return a VAE of its own; the one that came in is never changed."""
-        return _with(VAESpeedup().compile(vae, **hidden), hidden, _booster(custom_booster))
 
-
-class ControlnetSpeedup(_Node):
+class ControlnetSpeedup(_Speedup):
+    TITLE = "ControlNet Speedup (old)"
+    NODE = ControlNetSpeedup
     RETURN_TYPES = ("CONTROL_NET",)
-    DESCRIPTION = "From OneDiff's workflows. Use ControlNet Speedup of Compiled Graphs instead: this does the same."
+    DESCRIPTION = SAME.format("ControlNet Speedup of Compiled Graphs")
     INPUTS = {
         "required": {"control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to compile."})},
         "optional": {"inplace": _INPLACE, "custom_booster": _BOOSTER},
     }
 
-    def run(self, control_net: Any, inplace: bool = True, custom_booster: Any = None, **hidden: Any) -> dict[str, Any]:
-        """Return a ControlNet with compiled blocks."""
-        return _with(ControlNetSpeedup().compile(control_net, **hidden), hidden, _booster(custom_booster))
 
-
-class SVDSpeedup(_Node):
+class SVDSpeedup(_Speedup):
+    TITLE = "SVD Speedup (old)"
+    NODE = CompileModel
     RETURN_TYPES = ("MODEL",)
-    DESCRIPTION = "From OneDiff's workflows. Use Compile Model instead: this does the same."
+    DESCRIPTION = SAME.format("Compile Model")
     INPUTS = {
         "required": {
             "model": ("MODEL", {"tooltip": "The video model to compile."}),
-            "inplace": ([False, True], {"tooltip": "Has no effect."}),
+            "inplace": _ignored([False, True]),
             "cache_name": (
                 "STRING",
                 {"default": "svd", "tooltip": "Has no effect: graphs are found by what they are."},
@@ -112,16 +137,11 @@ class SVDSpeedup(_Node):
         "optional": {"custom_booster": _BOOSTER},
     }
 
-    def run(
-        self, model: Any, inplace: bool = False, cache_name: str = "", custom_booster: Any = None, **hidden: Any
-    ) -> dict[str, Any]:
-        """Return the compiled clone."""
-        return _boosted(CompileModel().compile(model, **hidden), hidden, custom_booster)
-
 
 class ModuleDeepCacheSpeedup(_Node):
+    TITLE = "Model DeepCache Speedup (old)"
     RETURN_TYPES = ("MODEL",)
-    DESCRIPTION = "From OneDiff's workflows. Use Compile Model and DeepCache instead: this does the same."
+    DESCRIPTION = SAME.format("Compile Model and DeepCache")
     INPUTS = {
         "required": {
             "model": ("MODEL", {"tooltip": "The diffusion model to compile."}),
@@ -133,10 +153,11 @@ class ModuleDeepCacheSpeedup(_Node):
     def run(self, model: Any, static_mode: str = "enable", **widgets: Any) -> dict[str, Any]:
         """Return the compiled clone with shallow steps."""
         hidden, steps = _apart(widgets)
-        return _boosted(CompileModel().compile(model, **hidden), hidden, [settings(**steps)])
+        return _boosted(CompileModel().compile(model=model, **hidden), hidden, [settings(**steps)])
 
 
 class BatchSizePatcher(_Node):
+    TITLE = "Batch Size Patcher (old)"
     RETURN_TYPES = ("MODEL",)
     DESCRIPTION = "From OneDiff's workflows. Hands the model on: one set of graphs serves every batch size."
     INPUTS = {
@@ -152,62 +173,50 @@ class BatchSizePatcher(_Node):
 
 
 class OneDiffCheckpointLoaderSimple(_Node):
+    TITLE = "Load Checkpoint - OneDiff (old)"
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
-    DESCRIPTION = "From OneDiff's workflows. Use Load Checkpoint and Compile Model instead: this does the same."
+    DESCRIPTION = SAME.format("Load Checkpoint and Compile Model")
+    MORE: dict[str, Any] = {}
+    """Widgets after `vae_speedup`."""
+    OPTIONAL: dict[str, Any] = {"custom_booster": _BOOSTER}
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
         names = (folder_paths.get_filename_list("checkpoints"), {"tooltip": "The checkpoint to load."})
-        inputs = {"required": {"ckpt_name": names, "vae_speedup": _SWITCH, **cls._more()}}
-        return {**inputs, "optional": cls._optional(), "hidden": sockets.HIDDEN}
-
-    @classmethod
-    def _more(cls) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def _optional(cls) -> dict[str, Any]:
-        return {"custom_booster": _BOOSTER}
+        required = {"ckpt_name": names, "vae_speedup": _SWITCH, **cls.MORE}
+        return {"required": required, "optional": cls.OPTIONAL, "hidden": inputs.HIDDEN}
 
     def run(
         self, ckpt_name: str, vae_speedup: str = "disable", custom_booster: Any = None, **hidden: Any
     ) -> dict[str, Any]:
         """Return the checkpoint's model, compiled, its text encoder, and its VAE, compiled if asked for."""
-        return self._load(ckpt_name, vae_speedup, hidden, custom_booster)
-
-    @staticmethod
-    def _load(ckpt_name: str, vae_speedup: str, hidden: dict[str, Any], custom_booster: Any) -> dict[str, Any]:
         model, clip, vae = _load_checkpoint(ckpt_name)
-        answer = CompileModel().compile(model, **hidden)
+        answer = CompileModel().compile(model=model, **hidden)
         (model,) = answer["result"]
         texts = answer["ui"]["text"]
         if vae_speedup == "enable":
-            made = VAESpeedup().compile(vae, **hidden)
+            made = VAESpeedup().compile(vae=vae, **hidden)
             (vae,) = made["result"]
             texts = [*texts, *(f"VAE: {text}" for text in made["ui"]["text"])]
         return _boosted({"ui": {"text": texts}, "result": (model, clip, vae)}, hidden, custom_booster)
 
 
 class OneDiffDeepCacheCheckpointLoaderSimple(OneDiffCheckpointLoaderSimple):
+    TITLE = "Load Checkpoint - OneDiff DeepCache (old)"
     DESCRIPTION = "From OneDiff's workflows. Use Load Checkpoint, Compile Model and DeepCache: this does the same."
-
-    @classmethod
-    def _more(cls) -> dict[str, Any]:
-        return {"static_mode": _STATIC, **STEPS}
-
-    @classmethod
-    def _optional(cls) -> dict[str, Any]:
-        return {}
+    MORE = {"static_mode": _STATIC, **STEPS}
+    OPTIONAL = {}
 
     def run(
         self, ckpt_name: str, vae_speedup: str = "disable", static_mode: str = "enable", **widgets: Any
     ) -> dict[str, Any]:
         """Return what the loader without DeepCache returns, with shallow steps."""
         hidden, steps = _apart(widgets)
-        return self._load(ckpt_name, vae_speedup, hidden, [settings(**steps)])
+        return super().run(ckpt_name, vae_speedup, [settings(**steps)], **hidden)
 
 
 class OneDiffControlNetLoader(_Node):
+    TITLE = "Load ControlNet Model - OneDiff (old)"
     RETURN_TYPES = ("CONTROL_NET",)
     DESCRIPTION = "From OneDiff's workflows. Use Load ControlNet Model and ControlNet Speedup: this does the same."
 
@@ -217,7 +226,7 @@ class OneDiffControlNetLoader(_Node):
         return {
             "required": {"control_net_name": names},
             "optional": {"custom_booster": _BOOSTER},
-            "hidden": sockets.HIDDEN,
+            "hidden": inputs.HIDDEN,
         }
 
     def run(self, control_net_name: str, custom_booster: Any = None, **hidden: Any) -> dict[str, Any]:
@@ -225,13 +234,24 @@ class OneDiffControlNetLoader(_Node):
         import comfy.controlnet
 
         control_net = comfy.controlnet.load_controlnet(folder_paths.get_full_path("controlnet", control_net_name))
-        return _with(ControlNetSpeedup().compile(control_net, **hidden), hidden, _booster(custom_booster))
+        return _with(ControlNetSpeedup().compile(control_net=control_net, **hidden), hidden, _booster(custom_booster))
 
 
-class ModelGraphSaver(_Node):
-    RETURN_TYPES = ()
+class _Saver(_Node):
+    """Does what Save Graph does with one object, after something else has been made."""
+
+    KIND = ""
     OUTPUT_NODE = True
-    DESCRIPTION = "From OneDiff's workflows. Use Save Graph instead: this does the same."
+    DESCRIPTION = SAME.format("Save Graph")
+
+    def run(self, filename_prefix: str, unique_id: str = "", **given: Any) -> dict[str, Any]:
+        """Write the file and return the text the node shows."""
+        return SaveGraph().save(filename_prefix, **{self.KIND: given[self.KIND]}, unique_id=unique_id)
+
+
+class ModelGraphSaver(_Saver):
+    TITLE = "Model Graph Saver (old)"
+    KIND = "model"
     INPUTS = {
         "required": {
             "samples": ("LATENT", {"tooltip": "Saves after this has been made."}),
@@ -240,15 +260,10 @@ class ModelGraphSaver(_Node):
         }
     }
 
-    def run(self, samples: Any, model: Any, filename_prefix: str, unique_id: str = "", **hidden: Any) -> dict[str, Any]:
-        """Write the file and return the text the node shows."""
-        return SaveGraph().save(filename_prefix, model=model, unique_id=unique_id)
 
-
-class VaeGraphSaver(_Node):
-    RETURN_TYPES = ()
-    OUTPUT_NODE = True
-    DESCRIPTION = "From OneDiff's workflows. Use Save Graph instead: this does the same."
+class VaeGraphSaver(_Saver):
+    TITLE = "VAE Graph Saver (old)"
+    KIND = "vae"
     INPUTS = {
         "required": {
             "images": ("IMAGE", {"tooltip": "Saves after these have been made."}),
@@ -257,13 +272,12 @@ class VaeGraphSaver(_Node):
         }
     }
 
-    def run(self, images: Any, vae: Any, filename_prefix: str, unique_id: str = "", **hidden: Any) -> dict[str, Any]:
-        """Write the file and return the text the node shows."""
-        return SaveGraph().save(filename_prefix, vae=vae, unique_id=unique_id)
-
 
 class _Loader(_Node):
+    """Does what Load Graph does with one object."""
+
     KIND = ""
+    DESCRIPTION = SAME.format("Load Graph")
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
@@ -273,7 +287,7 @@ class _Loader(_Node):
             files or [NONE],
             {"tooltip": "A file under models/compiled_graphs. OneDiff's own files are of no use."},
         )
-        return {"required": {cls.KIND: thing, "graph": graph}, "hidden": sockets.HIDDEN}
+        return {"required": {cls.KIND: thing, "graph": graph}, "hidden": inputs.HIDDEN}
 
     @classmethod
     def VALIDATE_INPUTS(cls, graph: str) -> bool:  # noqa: N802  ComfyUI's name
@@ -285,30 +299,32 @@ class _Loader(_Node):
     def run(self, graph: str, **connected: Any) -> dict[str, Any]:
         """Return what is connected with the file's graphs."""
         answer = LoadGraph().load(graph, **connected)
-        return {**answer, "result": (answer["result"][LoadGraph.RETURN_TYPES.index(self.RETURN_TYPES[0])],)}
+        place = LoadGraph.RETURN_TYPES.index(self.RETURN_TYPES[0])
+        return {**answer, "result": (answer["result"][place],)}
 
 
 class ModelGraphLoader(_Loader):
+    TITLE = "Model Graph Loader (old)"
     KIND = "model"
     RETURN_TYPES = ("MODEL",)
-    DESCRIPTION = "From OneDiff's workflows. Use Load Graph instead: this does the same."
 
 
 class VaeGraphLoader(_Loader):
+    TITLE = "VAE Graph Loader (old)"
     KIND = "vae"
     RETURN_TYPES = ("VAE",)
-    DESCRIPTION = "From OneDiff's workflows. Use Load Graph instead: this does the same."
 
 
 class OneDiffModelBooster(_Node):
+    TITLE = "Apply Model Booster - OneDiff (old)"
     RETURN_TYPES = ("CUSTOM_BOOSTER",)
     DESCRIPTION = "From OneDiff's workflows. Has no effect: the blocks are compiled by Inductor."
     INPUTS = {
         "required": {},
         "optional": {
-            "quantization_booster": ("QuantizationBooster", {"tooltip": "Has no effect."}),
+            "quantization_booster": _ignored("QuantizationBooster"),
             "deepcache_booster": ("DeepCacheBooster", {"tooltip": "Settings of DeepCache."}),
-            "torchcompile_booster": ("TorchCompileBooster", {"tooltip": "Has no effect."}),
+            "torchcompile_booster": _ignored("TorchCompileBooster"),
         },
     }
 
@@ -319,21 +335,23 @@ class OneDiffModelBooster(_Node):
         torchcompile_booster: str = "",
         **hidden: Any,
     ) -> tuple[list[Any]]:
-        """Return what the nodes that it is connected to are to say, and DeepCache's settings for them to use."""
+        """Return what the connected nodes are to say, and the settings of DeepCache that they are to use."""
         boosters = [each for each in (quantization_booster, deepcache_booster, torchcompile_booster) if each]
         return (boosters or [NO_BOOSTER],)
 
 
 class _Booster(_Node):
-    """A booster is the sentence that says what has become of it."""
+    """A booster that has no effect. What it returns is the sentence that says so."""
 
-    SAYS = ""
+    DESCRIPTION = "From OneDiff's workflows. Has no effect: the blocks are compiled by Inductor."
+    SAYS = NO_BOOSTER
 
     def run(self, **ignored: Any) -> tuple[str]:
         return (self.SAYS,)
 
 
 class OneFlowDeepcacheBooster(_Node):
+    TITLE = "OneFlow Deepcache Booster - OneDiff (old)"
     RETURN_TYPES = ("DeepCacheBooster",)
     DESCRIPTION = "From OneDiff's workflows. Use DeepCache instead: the model that this is for gets the same."
     INPUTS = {"required": dict(STEPS)}
@@ -344,12 +362,13 @@ class OneFlowDeepcacheBooster(_Node):
 
 
 class OneDiffOnlineQuantizationBooster(_Booster):
+    TITLE = "Online OneFlow Quantizer - OneDiff (old)"
     RETURN_TYPES = ("QuantizationBooster",)
     DESCRIPTION = "From OneDiff's workflows. Has no effect: nothing is quantised."
     SAYS = "without quantisation: weights stay what the checkpoint has"
     INPUTS = {
         "required": {
-            name: ("INT", {"default": default, "min": 0, "max": most, "tooltip": "Has no effect."})
+            name: _ignored("INT", default=default, min=0, max=most)
             for name, default, most in (
                 ("quantized_conv_percentage", 100, 100),
                 ("quantized_linear_percentage", 100, 100),
@@ -361,71 +380,66 @@ class OneDiffOnlineQuantizationBooster(_Booster):
 
 
 class OneDiffTorchCompileBooster(_Booster):
+    TITLE = "Torch Compile Booster - OneDiff (old)"
     RETURN_TYPES = ("TorchCompileBooster",)
-    DESCRIPTION = "From OneDiff's workflows. Has no effect: the blocks are compiled by Inductor."
-    SAYS = NO_BOOSTER
     INPUTS = {
         "required": {
-            "fullgraph": ([False, True], {"tooltip": "Has no effect."}),
-            "dynamic": ([None, True, False], {"tooltip": "Has no effect."}),
-            "backend": (["inductor"], {"tooltip": "Has no effect."}),
-            "mode": (
-                ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
-                {"tooltip": "Has no effect."},
-            ),
-            "disable": ([False, True], {"tooltip": "Has no effect."}),
-            "docs_link": ("STRING", {"multiline": True, "default": "", "tooltip": "Has no effect."}),
+            "fullgraph": _ignored([False, True]),
+            "dynamic": _ignored([None, True, False]),
+            "backend": _ignored(["inductor"]),
+            "mode": _ignored(["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]),
+            "disable": _ignored([False, True]),
+            "docs_link": _ignored("STRING", multiline=True, default=""),
         }
     }
 
 
 class OneDiffNexfortBooster(_Booster):
+    TITLE = "Nexfort Booster - OneDiff (old)"
     RETURN_TYPES = ("TorchCompileBooster",)
-    DESCRIPTION = "From OneDiff's workflows. Has no effect: the blocks are compiled by Inductor."
-    SAYS = NO_BOOSTER
     INPUTS = {
         "required": {
-            "fullgraph": ([False, True], {"tooltip": "Has no effect."}),
-            "dynamic": ([True, False], {"tooltip": "Has no effect."}),
-            "mode": ("STRING", {"default": "", "tooltip": "Has no effect."}),
-            "docs_link": ("STRING", {"multiline": True, "default": "", "tooltip": "Has no effect."}),
+            "fullgraph": _ignored([False, True]),
+            "dynamic": _ignored([True, False]),
+            "mode": _ignored("STRING", default=""),
+            "docs_link": _ignored("STRING", multiline=True, default=""),
         }
     }
 
 
-NODES = {
-    ModelSpeedup: "Model Speedup",
-    VaeSpeedup: "VAE Speedup",
-    ControlnetSpeedup: "ControlNet Speedup",
-    SVDSpeedup: "SVD Speedup",
-    ModuleDeepCacheSpeedup: "Model DeepCache Speedup",
-    BatchSizePatcher: "Batch Size Patcher",
-    OneDiffCheckpointLoaderSimple: "Load Checkpoint - OneDiff",
-    OneDiffDeepCacheCheckpointLoaderSimple: "Load Checkpoint - OneDiff DeepCache",
-    OneDiffControlNetLoader: "Load ControlNet Model - OneDiff",
-    ModelGraphSaver: "Model Graph Saver",
-    ModelGraphLoader: "Model Graph Loader",
-    VaeGraphSaver: "VAE Graph Saver",
-    VaeGraphLoader: "VAE Graph Loader",
-    OneDiffModelBooster: "Apply Model Booster - OneDiff",
-    OneFlowDeepcacheBooster: "OneFlow Deepcache Booster - OneDiff",
-    OneDiffOnlineQuantizationBooster: "Online OneFlow Quantizer - OneDiff",
-    OneDiffTorchCompileBooster: "Torch Compile Booster - OneDiff",
-    OneDiffNexfortBooster: "Nexfort Booster - OneDiff",
-}
+NODES = (
+    ModelSpeedup,
+    VaeSpeedup,
+    ControlnetSpeedup,
+    SVDSpeedup,
+    ModuleDeepCacheSpeedup,
+    BatchSizePatcher,
+    OneDiffCheckpointLoaderSimple,
+    OneDiffDeepCacheCheckpointLoaderSimple,
+    OneDiffControlNetLoader,
+    ModelGraphSaver,
+    ModelGraphLoader,
+    VaeGraphSaver,
+    VaeGraphLoader,
+    OneDiffModelBooster,
+    OneFlowDeepcacheBooster,
+    OneDiffOnlineQuantizationBooster,
+    OneDiffTorchCompileBooster,
+    OneDiffNexfortBooster,
+)
 
 
-def unclaimed() -> dict[str, tuple[type, str]]:
-    """Return the nodes, with their titles, whose ids no extension that is loaded already has.
+def unclaimed() -> list[type[_Node]]:
+    """Return the nodes whose ids no extension has that is loaded already.
 
-    One that is loaded later takes its ids over: ComfyUI's table has the last word.
+    An extension that is loaded later takes its ids over: in ComfyUI's table the last one wins.
     """
     taken = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
-    return {cls.__name__: (cls, f"{title} (old)") for cls, title in NODES.items() if cls.__name__ not in taken}
+    return [node for node in NODES if node.ID not in taken]
 
 
 def _booster(custom_booster: Any) -> list[str]:
-    """Return what boosters have to say to a node that has no use for any."""
+    """Return what boosters say on a node that has no use for them."""
     if custom_booster is None:
         return []
     said = custom_booster if isinstance(custom_booster, list) else [NO_BOOSTER]
@@ -433,7 +447,7 @@ def _booster(custom_booster: Any) -> list[str]:
 
 
 def _boosted(answer: dict[str, Any], hidden: dict[str, Any], custom_booster: Any) -> dict[str, Any]:
-    """Give the model of an answer DeepCache if a booster has its settings, and say what the others have to."""
+    """Give the model of an answer DeepCache if a booster has its settings. Add what the other boosters say."""
     boosters = custom_booster if isinstance(custom_booster, list) else []
     wanted = [each for each in boosters if not isinstance(each, str)]
     for each in wanted[:1]:
@@ -441,13 +455,13 @@ def _boosted(answer: dict[str, Any], hidden: dict[str, Any], custom_booster: Any
         node_id, above = hidden.get("unique_id", ""), "\n".join(answer["ui"]["text"])
         model, text = with_deep_cache(model, each, node_id, above)
         answer = {**answer, "ui": {"text": [text]}, "result": (model, *rest)}
-        messages.show(node_id, text)
+        events.show(node_id, text)
     return _with(answer, hidden, _booster(custom_booster))
 
 
 def _apart(widgets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a node's hidden inputs, and its others."""
-    hidden = {name: value for name, value in widgets.items() if name in sockets.HIDDEN}
+    hidden = {name: value for name, value in widgets.items() if name in inputs.HIDDEN}
     return hidden, {name: value for name, value in widgets.items() if name not in hidden}
 
 
@@ -456,7 +470,7 @@ def _with(answer: dict[str, Any], hidden: dict[str, Any], lines: list[str]) -> d
     if not lines:
         return answer
     text = "\n".join([*answer.get("ui", {}).get("text", []), *lines])
-    messages.show(hidden.get("unique_id", ""), text)
+    events.show(hidden.get("unique_id", ""), text)
     return {**answer, "ui": {"text": [text]}}
 
 

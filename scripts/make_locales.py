@@ -96,7 +96,7 @@ def _node(node: Any, title: str, translate: Translate, is_english: bool) -> dict
 
 def _tooltip(spec: tuple, translate: Translate, is_english: bool) -> dict[str, str]:
     """The choice of backends goes on with what this very machine lacks: in English the server's own text is shown."""
-    from compiled_graphs.nodes.sockets import backend
+    from compiled_graphs.nodes.inputs import backend
 
     text = spec[1]["tooltip"]
     if spec != backend():

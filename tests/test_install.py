@@ -64,7 +64,11 @@ def test_requirements_are_the_same_for_comfyui_and_for_pip():
 
 
 def test_every_package_is_installed_by_pip():
-    folders = {path.parent.relative_to(ROOT) for room in ("nodes", "compiler") for path in (ROOT / room).rglob("*.py")}
+    folders = {
+        path.parent.relative_to(ROOT)
+        for room in ("nodes", "web_server", "compiler")
+        for path in (ROOT / room).rglob("*.py")
+    }
     packages = {".".join(["compiled_graphs", *folder.parts]) for folder in folders}
     assert packages | {"compiled_graphs"} == set(PYPROJECT["tool"]["setuptools"]["packages"])
 
@@ -114,7 +118,7 @@ def test_archive_holds_only_what_the_nodes_need(archive):
     names = set(zipfile.ZipFile(archive).namelist())
     assert archive.name == f"{PROJECT['name']}-{PROJECT['version']}.zip"
     assert {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} <= names
-    assert {"nodes/__init__.py", "compiler/model.py", "web/compiled_graphs.js"} <= names
+    assert {"nodes/__init__.py", "web_server/routes.py", "compiler/model.py", "web/compiled_graphs.js"} <= names
     assert "workflows/text_to_image.json" in names
     assert not [name for name in names if name.startswith(("tests/", ".ci/", "benchmarks/")) and name.endswith(".py")]
     assert not [name for name in names if "__pycache__" in name or name.startswith(".")]

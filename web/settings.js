@@ -2,7 +2,7 @@
 import { app } from "../../scripts/app.js";
 
 // JSON, so that the tests of the locales can read it. The server reads StoreLimit where ComfyUI keeps it
-// (nodes/settings.py); the others are only what new nodes begin with.
+// (web_server/apply_settings.py); the others are only what new nodes begin with.
 const SETTINGS = [
   {
     "id": "CompiledGraphs.StoreLimit",

@@ -42,7 +42,7 @@ def largest(ones, others):
     return max(abs(one - other).max() for one, other in zip(ones, others, strict=True))
 
 
-def test_prompts_are_served_while_graphs_are_made_and_then_use_them(server, workflow, later, pixels):
+def test_prompts_run_while_graphs_compile_and_then_use_them(server, workflow, later, pixels):
     plain = pixels(server, server.run(workflow(compiled=False, seed=1)))
     waiting = [server.queue(later(seed=seed)) for seed in (1, 2, 3)]
     answers_meanwhile, deadline = 0, time.monotonic() + PATIENCE
@@ -64,7 +64,7 @@ def test_prompts_are_served_while_graphs_are_made_and_then_use_them(server, work
     assert after["calls"] > before["calls"]
 
 
-def test_saving_waits_for_what_is_compiled_in_the_background(server, later):
+def test_saving_waits_for_background_compiles(server, later):
     prompt = later(seed=5)
     prompt["20"] = {"class_type": "CG_SaveGraph", "inputs": {"filename_prefix": "behind", "model": ["2", 0]}}
     (text,) = server.run(prompt)["20"]["text"]

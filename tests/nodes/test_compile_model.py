@@ -18,7 +18,7 @@ def totals(server):
     return server.get("/compiled_graphs/registry")["totals"]
 
 
-def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(fresh, workflow, pixels):
+def test_images_are_eagers_and_only_the_first_prompt_compiles(fresh, workflow, pixels):
     shapes = [(128, 128, 1), (192, 96, 1), (96, 160, 2)]
     for number, (width, height, batch) in enumerate(shapes):
         before = totals(fresh)["compiles"]
@@ -30,7 +30,7 @@ def test_the_image_over_http_is_eagers_and_only_the_first_prompt_compiles(fresh,
         assert ours[0].std() > 5, "an image without content compares nothing"
 
 
-def test_the_node_tells_what_it_did(server, workflow):
+def test_the_node_shows_what_it_did(server, workflow):
     outputs = server.run(workflow(seed=11))
     assert re.fullmatch(r"3 regions, 3 compiled( \(3 from memory\))?, 0 eager, [\d.]+ s", outputs["2"]["text"][0]), (
         outputs["2"]["text"]

@@ -73,7 +73,7 @@ def test_bars_are_as_long_as_their_times(drawing):
     assert ImageColor.getrgb(drawing.COMPILED) == SHADES["compiled"]
 
 
-def test_a_picture_grows_with_its_rows_and_long_texts_stay_inside(drawing):
+def test_a_picture_grows_with_rows_and_cuts_long_texts(drawing):
     rows = [drawing.Row("A" * 200, None, None, "uncompiled: " + "because " * 60)] * 20
     picture = drawing.draw([drawing.Section("VAE", ["word " * 200], rows)])
     assert picture.width == drawing.WIDTH

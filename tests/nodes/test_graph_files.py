@@ -59,7 +59,7 @@ def saved_name(text):
     return re.search(r"tiny_\d{5}_\.graph\.safetensors", text)[0]
 
 
-def test_what_was_saved_loads_after_a_restart_without_tracing_or_compiling(home, start_server, saving, loading, pixels):
+def test_a_saved_file_loads_after_a_restart_without_compiling(home, start_server, saving, loading, pixels):
     with start_server() as first:
         outputs = first.run(saving(seed=1))
         text = outputs["9"]["text"][0].splitlines()
@@ -94,7 +94,7 @@ def test_what_a_file_lacks_is_compiled_and_named(server, loading, workflow):
     assert outputs["8"]["images"]
 
 
-def test_a_file_from_elsewhere_is_the_list_of_what_is_compiled_here(server, loading, graph_files, saving, pixels):
+def test_a_file_from_elsewhere_lists_what_is_compiled_here(server, loading, graph_files, saving, pixels):
     outputs = server.run(saving(seed=22))
     name = saved_name(outputs["9"]["text"][0])
     data = (graph_files / name).read_bytes()
@@ -110,14 +110,14 @@ def test_a_file_from_elsewhere_is_the_list_of_what_is_compiled_here(server, load
     assert abs(pixels(server, loaded)[0] - pixels(server, outputs)[0]).max() <= 1
 
 
-def test_with_nothing_connected_nothing_is_written_and_that_is_said(server, graph_files):
+def test_save_with_nothing_connected_writes_nothing(server, graph_files):
     before = sorted(graph_files.rglob("*"))
     prompt = {"9": {"class_type": "CG_SaveGraph", "inputs": {"filename_prefix": "none"}}}
     assert server.run(prompt)["9"]["text"] == ["nothing saved\nconnect a model, a VAE or a ControlNet"]
     assert sorted(graph_files.rglob("*")) == before
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_the_image_still_comes(server, saving, graph_files):
+def test_an_unwritable_folder_still_gives_an_image(server, saving, graph_files):
     prompt = saving(seed=23)
     prompt["9"]["inputs"]["filename_prefix"] = "blocked/x"
     (graph_files / "blocked").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_image_still_comes(serve
     assert outputs["8"]["images"]
 
 
-def test_a_prefix_in_the_place_of_a_file_is_said_and_the_image_still_comes(server, saving, graph_files):
+def test_a_prefix_that_is_a_file_still_gives_an_image(server, saving, graph_files):
     prompt = saving(seed=24)
     prompt["9"]["inputs"]["filename_prefix"] = "file/x"
     graph_files.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def test_a_prefix_in_the_place_of_a_file_is_said_and_the_image_still_comes(serve
     assert outputs["8"]["images"]
 
 
-def test_a_model_that_was_never_compiled_is_compiled_and_saved(server, workflow, graph_files):
+def test_save_compiles_an_uncompiled_model(server, workflow, graph_files):
     prompt = {"1": workflow()["1"]}
     prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": {"model": ["1", 0], "filename_prefix": "early/graph"}}
     text = server.run(prompt)["9"]["text"][0]
@@ -146,13 +146,13 @@ def test_a_model_that_was_never_compiled_is_compiled_and_saved(server, workflow,
     assert (graph_files / "early" / "graph_00001_.graph.safetensors").stat().st_size > 1000
 
 
-def test_a_file_that_is_missing_is_named_and_the_image_still_comes(server, loading):
+def test_a_missing_file_is_named_and_gives_an_image(server, loading):
     outputs = server.run(loading("absent.graph.safetensors", seed=2))
     assert outputs["2"]["text"][0].startswith("absent.graph.safetensors is not in models/compiled_graphs")
     assert outputs["8"]["images"]
 
 
-def test_a_folder_that_was_deleted_while_the_server_ran_is_only_empty(server, saving, loading, graph_files):
+def test_a_folder_deleted_at_run_time_counts_as_empty(server, saving, loading, graph_files):
     name = saved_name(server.run(saving(seed=31))["9"]["text"][0])
     server.get("/object_info/CG_LoadGraph")  # ComfyUI has listed the folder now
     shutil.rmtree(graph_files)
@@ -178,7 +178,7 @@ def test_a_prefix_cannot_leave_the_folder(server, workflow, graph_files):
 
 
 @pytest.mark.parametrize("damage", ["cut", "edited"])
-def test_a_damaged_file_is_named_and_the_image_still_comes(server, saving, loading, graph_files, damage):
+def test_a_damaged_file_is_named_and_gives_an_image(server, saving, loading, graph_files, damage):
     name = saved_name(server.run(saving(seed=4 + len(damage)))["9"]["text"][0])
     data = (graph_files / name).read_bytes()
     broken = graph_files / f"{damage}.graph.safetensors"
@@ -209,7 +209,7 @@ def forge(data, how, path):
 
 
 @pytest.mark.parametrize("how", ["half a character", "numbers for lists", "lists", "a giant", "a pipe"])
-def test_a_forged_file_is_named_in_one_sentence_and_the_image_still_comes(server, saving, loading, graph_files, how):
+def test_a_forged_file_is_named_and_gives_an_image(server, saving, loading, graph_files, how):
     if how == "a pipe" and not hasattr(os, "mkfifo"):
         pytest.skip("no pipes with names")
     name = saved_name(server.run(saving(seed=31))["9"]["text"][0])

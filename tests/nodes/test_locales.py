@@ -35,11 +35,11 @@ def test_the_files_say_what_the_code_says(made, language, name):
     )
 
 
-def test_every_text_is_translated_and_none_that_is_gone_is_left(made):
+def test_the_translations_are_complete_and_none_is_left_over(made):
     assert made[1] == ""
 
 
-def test_there_is_nothing_besides(made):
+def test_there_are_no_other_files(made):
     written = {path.relative_to(made[0]) for path in made[0].rglob("*.json")}
     assert written == {path.relative_to(LOCALES) for path in LOCALES.glob("*/*")}
     assert written == {Path(language, name) for language in LANGUAGES for name in FILES}
@@ -53,14 +53,14 @@ def test_the_chinese_is_chinese():
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_no_text_has_what_the_frontend_takes_for_a_placeholder(language):
+def test_no_text_has_a_placeholder_of_the_frontend(language):
     texts = "".join((LOCALES / language / name).read_text(encoding="utf-8") for name in FILES)
     values = re.findall(r': "((?:[^"\\]|\\.)*)"', texts)
     assert len(values) > 100
     assert [text for text in values if set(text) & set("{}@|")] == []
 
 
-def test_every_input_of_a_servers_nodes_has_a_name_and_an_explanation(server):
+def test_every_input_of_a_server_has_a_name_and_a_tooltip(server):
     """Walks what a real server has, and not what the generator thinks there is."""
     ours = {name: node for name, node in server.get("/object_info").items() if name.startswith("CG_")}
     assert len(ours) >= 5

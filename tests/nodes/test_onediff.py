@@ -61,7 +61,7 @@ def totals(server):
 
 
 @pytest.mark.parametrize("name", SOCKETS)
-def test_sockets_and_widgets_are_those_that_old_workflows_contain(server, name):
+def test_sockets_and_widgets_are_those_of_old_workflows(server, name):
     info = server.get(f"/object_info/{name}")[name]
     inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     assert ([*inputs], info["output"]) == SOCKETS[name]
@@ -71,7 +71,7 @@ def test_sockets_and_widgets_are_those_that_old_workflows_contain(server, name):
     assert info["category"].startswith("compiled graphs/")
 
 
-def test_an_old_workflow_runs_says_what_has_no_meaning_and_its_file_loads(server, workflow, pixels):
+def test_an_old_workflow_runs_and_its_file_loads(server, workflow, pixels):
     theirs = pixels(server, server.run(workflow(64, 64, seed=41, compiled=False)))
     prompt = workflow(64, 64, seed=41)
     prompt["30"] = {
@@ -138,7 +138,7 @@ NODE_CLASS_MAPPINGS = {"ModelSpeedup": ModelSpeedup}
 
 
 @pytest.mark.parametrize("name", ["aaa_loaded_before", "zzz_loaded_after"])
-def test_an_id_that_another_extension_has_stays_its_own(start_server, home, tmp_path, name):
+def test_an_id_of_another_extension_stays_its_own(start_server, home, tmp_path, name):
     if name == "aaa_loaded_before" and not os.environ.get("COMFYUI_PATH"):
         pytest.skip("the index's build tells no extension what the others have")
     (tmp_path / "models").symlink_to(home / "models", target_is_directory=True)

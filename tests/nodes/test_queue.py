@@ -98,7 +98,7 @@ def turn(number):
     return list(WORKFLOWS)[number // 3 % 2], {"size": SIZES[number % 3], "checkpoint": checkpoint, "seed": number}
 
 
-def test_of_two_hundred_prompts_the_first_compiles_and_memory_stays_flat(forgetful, variant, memory):
+def test_two_hundred_prompts_compile_once_and_memory_is_flat(forgetful, variant, memory):
     turns = [turn(number) for number in range(PROMPTS)]
     queued = [forgetful.queue(variant(WORKFLOWS[name], **changes), {"id": name}) for name, changes in turns]
     texts, sizes = [], []
@@ -123,7 +123,7 @@ def test_of_two_hundred_prompts_the_first_compiles_and_memory_stays_flat(forgetf
     assert statistics.median(sizes[-SWITCH:]) - max(sizes[:FIRST_SWITCH]) < HALF_A_UNET, mebibytes(sizes)
 
 
-def test_memory_that_each_prompt_or_each_switch_keeps_is_no_chance():
+def test_the_measure_of_memory_tells_a_leak_from_chance():
     chance = random.Random(0)
     sizes = [2**30 + chance.randrange(8 * 2**20) for _ in range(WARM_UP, PROMPTS)]
     once = [size + 20 * 2**20 * (number > 60) for number, size in enumerate(sizes)]
@@ -133,7 +133,7 @@ def test_memory_that_each_prompt_or_each_switch_keeps_is_no_chance():
     assert gained([size + number // SWITCH * 6 * 2**20 for number, size in enumerate(sizes)]) > FLAT
 
 
-def test_another_checkpoint_makes_its_own_image_with_the_same_graphs(server, variant, pixels):
+def test_another_checkpoint_uses_the_same_graphs(server, variant, pixels):
     images = []
     for checkpoint in CHECKPOINTS:
         same = {"checkpoint": checkpoint, "size": (128, 128), "seed": 101, "steps": 2}
@@ -147,7 +147,7 @@ def test_another_checkpoint_makes_its_own_image_with_the_same_graphs(server, var
     assert abs(one - other).max() > 5
 
 
-def test_a_checkpoint_that_was_switched_away_from_is_freed(server, variant, memory):
+def test_a_checkpoint_is_freed_after_a_switch(server, variant, memory):
     """With Compile Model in the workflow, and after it was taken out: ComfyUI undoes patches then.
 
     What an earlier prompt left is sometimes freed late, by Python or by C's allocator; what is kept stays in each turn.
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_was_switched_away_from_is_freed(server, variant, memo
     assert "memory leak" not in server.log.read_text()
 
 
-def test_a_node_that_comfyui_has_cached_serves_the_next_workflow_too(server, variant):
+def test_a_cached_node_serves_the_next_workflow(server, variant):
     server.run(variant("21", seed=121), {"id": "cached, first"})
     alone = calls(server, "cached, first")
     entry = server.wait(server.queue(variant("21", seed=122), {"id": "cached, second"}))

@@ -71,7 +71,7 @@ def pictures(pixels, server, outputs):
     return [pixels(server, {node: outputs[node]})[0] for node in ("13", "15")]
 
 
-def test_base_and_refiner_that_share_a_vae_are_saved_and_loaded_after_a_restart(refiner_home, start_server, pixels):
+def test_base_and_refiner_with_one_vae_load_after_a_restart(refiner_home, start_server, pixels):
     prompt = on_tiny_models(REFINER)
     with start_server(refiner_home) as first:
         wanted = pictures(pixels, first, first.run(uncompiled(on_tiny_models(REFINER))))
@@ -233,7 +233,7 @@ def tiny_server(tmp_path_factory, start_server):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_images_are_those_without_our_nodes_and_another_seed_compiles_nothing(tiny_server, name):
+def test_images_are_eagers_and_another_seed_compiles_nothing(tiny_server, name):
     if missing := missing_nodes(tiny_server, name):
         pytest.skip(f"this ComfyUI has no {' and no '.join(missing)}")
     made = frames(tiny_server, tiny_server.run(small(name, seed=1)))
@@ -249,7 +249,7 @@ def test_images_are_those_without_our_nodes_and_another_seed_compiles_nothing(ti
     assert set(after["reasons"]) <= ({CHUNKED} if name == "svd" and not tiny_server._comfyui else set())
 
 
-def test_save_and_load_compiles_first_and_then_takes_the_file(tiny_server):
+def test_save_and_load_compiles_then_takes_the_file(tiny_server):
     for path in (tiny_server.home / "models" / "compiled_graphs").glob("sd15_*"):
         path.unlink()
     texts = [tiny_server.run(small("save_and_load", seed))["2"]["text"][0] for seed in (3, 4)]

@@ -107,7 +107,7 @@ def overlaps(boxes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_workflow_opens_whole_and_queues_what_its_api_file_says(browser, errors, name):
+def test_a_workflow_opens_and_queues_its_api_prompt(browser, errors, name):
     workflow_pictures.open_workflow(browser, json.loads((WORKFLOWS / f"{name}.json").read_text()))
     assert browser.evaluate(FAULTS) == []
     prompt = browser.evaluate(PROMPT)
@@ -117,7 +117,7 @@ def test_a_workflow_opens_whole_and_queues_what_its_api_file_says(browser, error
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nodes_lie_beside_one_another_also_when_ours_show_their_text(browser, name):
+def test_nodes_do_not_overlap_when_ours_show_text(browser, name):
     workflow_pictures.open_workflow(browser, json.loads((WORKFLOWS / f"{name}.json").read_text()))
     before = browser.evaluate(BOXES)
     browser.evaluate(SHOW, TEXT)
@@ -127,7 +127,7 @@ def test_nodes_lie_beside_one_another_also_when_ours_show_their_text(browser, na
     assert overlaps(before) == overlaps(after) == []
 
 
-def test_a_template_opens_from_the_browser_of_templates(browser, errors):
+def test_a_template_opens_from_the_template_browser(browser, errors):
     browser.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     browser.get_by_text(EXTENSION, exact=True).click()
     cards = browser.locator("[data-testid^='template-workflow-']")
@@ -142,7 +142,7 @@ def test_a_template_opens_from_the_browser_of_templates(browser, errors):
     assert errors == []
 
 
-def test_comfyui_offers_the_workflows_as_templates_each_with_a_picture(server):
+def test_comfyui_offers_templates_with_pictures(server):
     try:
         listed = server.get(TEMPLATES)
     except urllib.error.HTTPError:
@@ -225,7 +225,7 @@ ONEDIFF = {
 }  # fmt: skip
 
 
-def test_a_workflow_made_with_onediff_opens_with_the_values_it_was_saved_with(browser, errors):
+def test_a_workflow_of_onediff_opens_with_its_values(browser, errors):
     workflow_pictures.open_workflow(browser, ONEDIFF)
     assert browser.evaluate(FAULTS) == []
     prompt = browser.evaluate(PROMPT)

@@ -1,4 +1,4 @@
-"""Reasons in plain words: every reason that the README lists has some."""
+"""Explanations of reasons: every reason that the README lists has one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def reasons():
-    """The module by its file: its package wants a ComfyUI, and it does not."""
-    spec = importlib.util.spec_from_file_location("reasons", ROOT / "nodes" / "reasons.py")
+def explanations():
+    """The module by its file, which needs neither torch nor ComfyUI."""
+    spec = importlib.util.spec_from_file_location("explanations", ROOT / "web_server" / "explanations.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -26,14 +26,14 @@ def listed():
     return [reason for first in firsts for reason in re.findall("`([^`]+)`", first)]
 
 
-def test_the_readmes_reasons_are_explained(reasons):
+def test_the_readmes_reasons_are_explained(explanations):
     assert len(listed()) > 8
-    unexplained = [reason for reason in listed() if reasons.explain(reason) == reasons._OTHERWISE]
+    unexplained = [reason for reason in listed() if explanations.explain(reason) == explanations._OTHERWISE]
     assert unexplained == []
 
 
-def test_what_a_compiler_says_is_explained_in_general(reasons):
-    assert reasons.explain("RuntimeError: ptxas fatal") == reasons._OTHERWISE
+def test_a_compilers_error_has_the_general_explanation(explanations):
+    assert explanations.explain("RuntimeError: ptxas fatal") == explanations._OTHERWISE
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_what_a_compiler_says_is_explained_in_general(reasons):
         ("CompileTimeout: the compiler took more than 600 s", "COMPILED_GRAPHS_COMPILE_LIMIT"),
     ],
 )
-def test_the_nearest_explanation_is_given(reasons, reason, words):
-    assert words in reasons.explain(reason)
+def test_the_nearest_explanation_is_given(explanations, reason, words):
+    assert words in explanations.explain(reason)
 
 
-def test_reasons_of_calls_and_of_graphs_are_explained(reasons):
+def test_reasons_of_calls_and_graphs_are_explained(explanations):
     role = {"reasons": {"gradients are on": 3}, "graphs": [{"reason": ""}, {"reason": "autocast is on"}]}
     report = {"workflows": {"one": {"roles": {"node": role}}}}
-    assert list(reasons.explained(report)) == ["gradients are on", "autocast is on"]
+    assert list(explanations.explained(report)) == ["gradients are on", "autocast is on"]

@@ -1,6 +1,6 @@
 """What the extension answers over HTTP: the registry, and what the panel's buttons do with it.
 
-Everything that takes longer than a moment is done on a thread of its own, so that ComfyUI goes on answering.
+A request that takes longer than a moment is served on a thread, so that ComfyUI goes on answering.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..compiler import bounded_json
 from ..compiler.graph_file import GraphFileError
-from . import graph_files, messages
-from .reasons import explained
+from ..compiler.hosts import graph_folder
+from .events import prompt_queue
+from .explanations import explained
+from .prompt_server import has_route, prompt_server
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -27,13 +29,13 @@ REGISTRY = "/compiled_graphs/registry"
 SAVE = "/compiled_graphs/save"
 DROP = "/compiled_graphs/drop"
 MAX_REQUEST = 2**16
-"""Bytes; three names are all that a request holds."""
+"""Bytes of a request: the longest has three names."""
 
 _FILE_NAME = re.compile(r"\w[\w .-]{0,99}")
 
 
 class Refused(Exception):
-    """A request that is not served: an HTTP status, and the sentence for the person."""
+    """A request is not served. It has an HTTP status, and its text is the sentence for the person."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -43,7 +45,7 @@ class Refused(Exception):
 def register() -> bool:
     """Add the routes to ComfyUI's server, if there is a server.
 
-    `GET /compiled_graphs/registry` reports, and from then on changes are announced over the websocket.
+    `GET /compiled_graphs/registry` reports, and changes nothing. Changes are announced over the websocket.
     `POST /compiled_graphs/save` with `{"workflow", "role", "name"}` writes a graph file as Save Graph does, and
     `POST /compiled_graphs/drop` with `{"workflow"}` takes a workflow's graphs out of memory. Both answer with
     `{"text"}`, or with `{"error"}` and a status of 400 and more; each is one sentence for people.
@@ -51,17 +53,14 @@ def register() -> bool:
     Returns False if the path is taken, which means that another copy of this extension was loaded first:
     two handlers for one path would keep ComfyUI from starting, and two copies would count apart.
     """
-    try:
-        from aiohttp import web
-        from server import PromptServer
-    except ImportError:
-        return True
-    server = getattr(PromptServer, "instance", None)
+    server = prompt_server()
     if server is None:
         return True
-    if any(getattr(route, "path", None) == REGISTRY for route in server.routes):
+    if has_route(server, REGISTRY):
         log.warning("Compiled Graphs is installed twice; this copy is not used: %s", Path(__file__).parent.parent)
         return False
+
+    from aiohttp import web
 
     @server.routes.get(REGISTRY)
     async def read_registry(request: web.Request) -> web.Response:
@@ -82,7 +81,7 @@ async def _answer(request: web.Request, serve: Callable[[Any], str]) -> web.Resp
     from aiohttp import web
 
     try:
-        # A page of another site can make a browser post a form here, but not JSON.
+        # A page of another site can make a browser post a form here, but no JSON.
         if request.content_type != "application/json":
             raise Refused(400, "The request is not JSON: its content type is to be application/json.")
         text = await asyncio.to_thread(serve, _parse(await _body(request)))
@@ -120,7 +119,6 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 def _report() -> dict[str, Any]:
     from ..compiler.hosts.comfy import registry
 
-    registry().on_change = messages.announce
     report = registry().report()
     return report | {"explained": explained(report)}
 
@@ -137,7 +135,7 @@ def _save(fields: Mapping[str, Any]) -> str:
     if not (graphs := model.graphs()):
         raise Refused(404, f"'{role}' has no compiled graphs yet; queue the workflow first.")
     try:
-        return graph_files.write(graphs, name)
+        return graph_folder.write(graphs, name)
     except GraphFileError as reason:
         raise Refused(500, str(reason)) from None
 
@@ -148,7 +146,7 @@ def _drop(fields: Mapping[str, Any]) -> str:
     workflow, home = _text(fields, "workflow"), registry()
     if home.models(workflow) is None:
         raise Refused(404, f"There is no workflow '{workflow}' in the registry; it was dropped, or has not run yet.")
-    keys = home.keep(workflow)  # which can take seconds, so not while the queue is held
+    keys = home.keep(workflow)  # This can take seconds, so the queue is not held meanwhile.
     with _no_prompt_running():
         count = home.drop(workflow, keys)
     return f"{count} graphs dropped from memory; they come from disk when the workflow runs again."
@@ -158,9 +156,9 @@ def _drop(fields: Mapping[str, Any]) -> str:
 def _no_prompt_running() -> Iterator[None]:
     """Keep ComfyUI from beginning a prompt. Raises Refused while one runs.
 
-    A model that runs may have recorded its steps, and a recording needs what its graphs have loaded.
+    A model that runs may replay CUDA graphs of its steps, which need what the compiled graphs have loaded.
     """
-    queue = messages.prompt_queue()
+    queue = prompt_queue()
     if not hasattr(queue, "mutex") or not hasattr(queue, "currently_running"):
         raise Refused(409, "This ComfyUI does not tell whether a prompt is running; restart it to free its memory.")
     with queue.mutex:

@@ -1,4 +1,4 @@
-"""What nodes say to the person, and which workflow they speak for."""
+"""Events over ComfyUI's websocket: what nodes tell the person, and for which workflow they speak."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .prompt_server import prompt_server
+
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy import Request
 
 log = logging.getLogger(__name__)
 
 REGISTRY_EVENT = "compiled_graphs.registry"
-"""Websocket event without data: the registry has changed; `web/registry_panel.js` reads it again."""
+"""Websocket event without data: the registry has changed. `web/registry_panel.js` reads the registry again."""
 MOMENT = 0.3
-"""Seconds whose changes are announced together."""
+"""Seconds: changes that follow one another within them are announced together."""
 EVENT = "compiled_graphs.status"
 """Websocket event `{"node": id, "text": text}`; `web/compiled_graphs.js` listens."""
 
 
 def show(node_id: str, text: str) -> None:
-    """Show a text on a node, wherever the frontend is."""
+    """Show a text on a node in every frontend."""
     log.info("Node %s: %s", node_id, text)
-    server = _server()
-    if server is not None and node_id:
-        server.send_sync(EVENT, {"node": str(node_id), "text": text})
+    progress(node_id, text)
     announce()
 
 
 def progress(node_id: str, text: str) -> None:
-    """Show on a node how far it is. The text that it shows in the end takes the place of this one."""
-    server = _server()
+    """Show on a node how far it is. The text that `show` shows in the end replaces this one."""
+    server = prompt_server()
     if server is not None and node_id:
         server.send_sync(EVENT, {"node": str(node_id), "text": text})
 
 
 class _Announcer:
-    """Tells every frontend that the registry has changed, once for all that changes within a moment."""
+    """Tells every frontend that the registry has changed, once for all changes within a moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class _Announcer:
     def __call__(self) -> None:
         """Return at once; the event follows."""
         with self._lock:
-            if self._waits or _server() is None:
+            if self._waits or prompt_server() is None:
                 return
             self._waits = True
         timer = threading.Timer(MOMENT, self._send)
@@ -58,7 +58,7 @@ class _Announcer:
     def _send(self) -> None:
         with self._lock:
             self._waits = False
-        _server().send_sync(REGISTRY_EVENT, {})
+        prompt_server().send_sync(REGISTRY_EVENT, {})
 
 
 announce = _Announcer()
@@ -67,8 +67,8 @@ announce = _Announcer()
 def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> Callable[[], str]:
     """Return a function that names the workflow that runs when it is called.
 
-    That is the one a node was run for, until ComfyUI hands the node's cached output to another workflow; then
-    only the server's queue knows.
+    At first that is the workflow that the node ran for. Later ComfyUI may hand the node's cached output to another
+    workflow, and only the server's queue knows which.
     """
     own = workflow_id(prompt, extra_pnginfo)
     names: dict[str, str] = {}
@@ -78,7 +78,11 @@ def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[st
         try:
             (item,) = queue.currently_running.values()
             _, prompt_id, current, extra, *_ = getattr(item, "queue_tuple", item)
-        except (AttributeError, TypeError, ValueError):  # no server, another kind of queue, several workers
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+        ):  # There is no server, another kind of queue, or more than one worker.
             return own
         if prompt_id not in names:
             names.clear()
@@ -90,21 +94,13 @@ def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[st
 
 def prompt_queue() -> Any:
     """Return the queue of ComfyUI's server, or None if there is no server."""
-    return getattr(_server(), "prompt_queue", None)
-
-
-def _server() -> Any:
-    try:
-        from server import PromptServer
-    except ImportError:
-        return None
-    return getattr(PromptServer, "instance", None)
+    return getattr(prompt_server(), "prompt_queue", None)
 
 
 def request(
     backend: str, verify: bool, node_id: str, prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None
 ) -> Request:
-    """Return what a node wants, with its node and workflow to speak for."""
+    """Return the request of a node, which also says where its texts are shown and for which workflow it runs."""
     from ..compiler.hosts.comfy import Request
 
     return Request(
@@ -120,8 +116,8 @@ def request(
 def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> str:
     """Return the id the frontend gives a workflow, or a fingerprint of an API prompt's topology.
 
-    The fingerprint takes node classes and links and leaves values out, so that a new seed or prompt text
-    is the same workflow.
+    The fingerprint takes node classes and links and leaves values out: with a new seed or prompt text it is the same
+    workflow.
     """
     workflow = (extra_pnginfo or {}).get("workflow") or {}
     if identity := workflow.get("id"):

@@ -79,7 +79,7 @@ def see(locator, text):
 
 
 def falls_quiet(page, address):
-    """Return whether some two seconds go by without a request: answers to what happened come late on a busy machine."""
+    """Whether two seconds go by without a request. Some come late on a busy machine, so this looks more than once."""
     asked = []
     page.on("request", lambda request: asked.append(request.url) if address in request.url else None)
     for _ in range(20):
@@ -99,7 +99,7 @@ def role(server):
     return workflow["roles"]["2:base UNet"]
 
 
-def test_it_says_what_to_do_and_then_what_was_done(server, page, panel, run):
+def test_the_panel_shows_what_to_do_and_what_was_done(server, page, panel, run):
     see(panel, "Nothing is compiled yet. Put Compile Model between a loader and a sampler")
     run()
     see(panel, "3 of 3 kinds compiled")
@@ -121,7 +121,7 @@ def test_it_says_what_to_do_and_then_what_was_done(server, page, panel, run):
     assert page.errors == []
 
 
-def test_it_follows_what_happens_without_asking_again_and_again(server, page, panel, run):
+def test_the_panel_follows_changes_without_polling(server, page, panel, run):
     shown = panel.locator("dt:text-is('Block calls') + dd")
     run()
     before = role(server)["calls"]
@@ -157,7 +157,7 @@ def test_save_writes_a_file(server, page, panel, run):
     assert (server.home / "models/compiled_graphs/my_workflow_base_UNet_00001_.graph.safetensors").is_file()
 
 
-def test_drop_empties_memory_and_the_next_prompt_loads_from_disk(server, page, panel, run):
+def test_drop_empties_memory_and_graphs_load_from_disk(server, page, panel, run):
     run()
     see(panel, "Network call")
     panel.get_by_role("button", name="Take the graphs of this workflow out of memory").click()
@@ -222,7 +222,7 @@ HOSTILE = {
 }
 
 
-def test_names_and_reasons_are_text_and_the_doctors_facts_are_listed(page, panel):
+def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
     facts = [
         {"name": "torch", "text": "2.8.0", "ok": True, "remedy": ""},
         {"name": "Triton", "text": MARKUP, "ok": False, "remedy": "pip install triton"},

@@ -1,4 +1,4 @@
-"""Sockets that several nodes have."""
+"""Inputs that several nodes have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CUDA_GRAPHS = (
 
 
 class _Any(str):
-    """A socket type that equals every other, as ComfyUI compares them."""
+    """A socket type that accepts every other: ComfyUI compares types by `!=`."""
 
     def __ne__(self, other: object) -> bool:
         return False
@@ -51,7 +51,7 @@ ANY = _Any("*")
 
 
 def backend() -> tuple[list[str], dict[str, Any]]:
-    """Return the choice of backends, with what each is, and of those that cannot run here why."""
+    """Return the choice of backends. The tooltip says what each is, and why some cannot run here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [
         "auto: inductor. inductor_fp8: large linear layers multiply in float8, faster for Flux and less exact. "
@@ -67,13 +67,5 @@ def backend() -> tuple[list[str], dict[str, Any]]:
 
 
 def check_backend(name: str) -> bool | str:
-    """Answer ComfyUI's question, when a prompt is queued, whether there is such a backend.
-
-    Imports that its first graph needs can then go on while ComfyUI loads the checkpoint.
-    """
-    if name not in NAMES:
-        return f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
-    from ..compiler.hosts.comfy import warm_up
-
-    warm_up(name)
-    return True
+    """Answer ComfyUI's question whether there is such a backend: True, or a sentence that says what there is."""
+    return name in NAMES or f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."

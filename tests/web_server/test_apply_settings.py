@@ -34,7 +34,7 @@ def stored(server):
     return list((server.home / "graphs").glob("*.graph.safetensors"))
 
 
-def test_the_store_has_the_chosen_size_from_the_next_run_on(own, workflow):
+def test_the_store_has_the_chosen_size_from_the_next_prompt(own, workflow):
     own.run(workflow(seed=1))
     assert len(stored(own)) == 3
     choose(own, LIMIT, 1)
@@ -44,11 +44,11 @@ def test_the_store_has_the_chosen_size_from_the_next_run_on(own, workflow):
     prompt = workflow(seed=1)
     prompt["2"]["inputs"]["verify"] = False
     own.run(prompt)
-    assert stored(own) == []
+    wait_until(lambda: stored(own) == [])
     choose(own, LIMIT, None)
 
 
-def test_the_dialog_begins_with_what_the_code_does_without_it(own):
+def test_the_dialog_begins_with_the_defaults_of_the_code(own):
     inputs = own.get("/object_info/CG_CompileModel")["CG_CompileModel"]["input"]
     default = {name: kind[1].get("default") for name, kind in {**inputs["required"], **inputs["optional"]}.items()}
     chosen = {setting["id"]: setting["defaultValue"] for setting in make_locales.settings()}
@@ -69,7 +69,7 @@ def browser(own):
         yield page
 
 
-def test_new_nodes_begin_with_what_was_chosen_in_the_dialog(own, browser):
+def test_new_nodes_begin_with_the_chosen_values(own, browser):
     assert comfy_browser.add_node(browser, "CG_CompileModel")["when"] == "before sampling"
     browser.keyboard.press("Control+,")
     browser.get_by_text("Compiled Graphs", exact=True).click()
@@ -103,11 +103,12 @@ def test_a_workflow_keeps_its_own_values(own, browser):
 
 
 def wait_for(server, expected):
-    """The frontend stores a value after it has shown it."""
+    """Wait until the frontend, which has shown these values, has stored them, too."""
+    wait_until(lambda: expected.items() <= server.get("/settings").items())
+
+
+def wait_until(holds):
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = server.get("/settings")
-        if expected.items() <= found.items():
-            return
+    while not holds():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    raise AssertionError({name: found.get(name) for name in expected})

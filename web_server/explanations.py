@@ -1,4 +1,4 @@
-"""Why blocks run uncompiled, in the words of somebody who connects nodes."""
+"""Explanations, for somebody who connects nodes, of why blocks run uncompiled."""
 
 from __future__ import annotations
 

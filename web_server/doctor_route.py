@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from .prompt_server import has_route, prompt_server
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 DOCTOR = "/compiled_graphs/doctor"
 
@@ -13,14 +19,11 @@ def register() -> None:
 
     The answer is a list of `{"name", "text", "ok", "remedy"}`, one for each fact of `compiler.doctor`.
     """
-    try:
-        from aiohttp import web
-        from server import PromptServer
-    except ImportError:
+    server = prompt_server()
+    if server is None or has_route(server, DOCTOR):
         return
-    server = getattr(PromptServer, "instance", None)
-    if server is None or any(getattr(route, "path", None) == DOCTOR for route in server.routes):
-        return
+
+    from aiohttp import web
 
     @server.routes.get(DOCTOR)
     async def read_facts(request: web.Request) -> web.Response:

@@ -1,0 +1,61 @@
+"""What the nodes that compile have in common: one object in, the same object with compiled blocks out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..compiler.backends import NAMES
+from ..web_server import events
+from . import inputs
+
+if TYPE_CHECKING:
+    from ..compiler.hosts.comfy import Request
+
+
+class CompileNode:
+    """The base of such nodes. A node says what its socket and its own widgets are, and how it compiles."""
+
+    SOCKET: tuple[str, str]
+    """The name of the required input, and its tooltip. Its type is that of the output."""
+    WIDGETS_BEFORE: dict[str, Any] = {}
+    """Widgets before `backend`: saved workflows have values by their order."""
+    WIDGETS_AFTER: dict[str, Any] = {}
+    """Widgets after `verify`."""
+    RETURN_TYPES: tuple[str, ...]
+    FUNCTION = "compile"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
+        name, tooltip = cls.SOCKET
+        common = {"backend": inputs.backend(), "verify": inputs.VERIFY}
+        return {
+            "required": {name: (cls.RETURN_TYPES[0], {"tooltip": tooltip})},
+            "optional": {**cls.WIDGETS_BEFORE, **common, **cls.WIDGETS_AFTER},
+            "hidden": inputs.HIDDEN,
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, backend: str = NAMES[0]) -> bool | str:  # noqa: N802  ComfyUI's name
+        return inputs.check_backend(backend)
+
+    def compile(
+        self,
+        backend: str = NAMES[0],
+        verify: bool = True,
+        unique_id: str = "",
+        prompt: dict | None = None,
+        extra_pnginfo: dict | None = None,
+        **own: Any,
+    ) -> dict[str, Any]:
+        """Return the object with compiled blocks, and the text the node shows. `own` are the socket and own widgets."""
+        from ..compiler.hosts.comfy import warm_up
+
+        warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
+        request = events.request(backend, verify, unique_id, prompt, extra_pnginfo)
+        compiled, text = self.compile_with(request, **own)
+        events.show(unique_id, text)
+        return {"ui": {"text": [text]}, "result": (compiled,)}
+
+    def compile_with(self, request: Request, **own: Any) -> tuple[Any, str]:
+        """Return the object with compiled blocks, and what to tell the person."""
+        raise NotImplementedError

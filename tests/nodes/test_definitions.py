@@ -1,0 +1,33 @@
+"""What saved workflows depend on: ids, inputs in their order, outputs. And a validator starts nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+KEPT = Path(__file__).with_name("node_definitions.json")
+WORDS = ("OUTPUT_TOOLTIPS", "DESCRIPTION", "SEARCH_ALIASES")
+
+
+def without_words(definition):
+    """Return a definition without the texts that may be worded anew, and those that name what a machine lacks."""
+    inputs = {group: [_without_tooltip(field) for field in fields] for group, fields in definition["inputs"].items()}
+    return {name: value for name, value in definition.items() if name not in WORDS} | {"inputs": inputs}
+
+
+def _without_tooltip(field):
+    name, kind = field
+    if isinstance(kind, list) and len(kind) == 2:
+        kind = [kind[0], {key: value for key, value in kind[1].items() if key != "tooltip"}]
+    return [name, kind]
+
+
+def test_ids_inputs_and_outputs_are_those_of_saved_workflows(described_nodes):
+    found = {name: without_words(node) for name, node in described_nodes["definitions"].items()}
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    assert found == kept
+    assert [*found] == [*kept]
+
+
+def test_a_validator_starts_nothing(described_nodes):
+    assert described_nodes["validators"] == {"threads": [], "loaded": []}
