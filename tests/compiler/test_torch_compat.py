@@ -12,6 +12,7 @@ import torch
 from compiled_graphs.compiler import cuda_graph, doctor, torch_compat
 from compiled_graphs.compiler.arrangement import Arrangement
 from compiled_graphs.compiler.backends import BACKENDS, choose_backend
+from compiled_graphs.compiler.backends import NAMES as BACKEND_NAMES
 from compiled_graphs.compiler.torch_compat import NAMES, Later, MissingName, Need, missing
 from networks import CPU, ConvolutionNetwork
 
@@ -159,6 +160,14 @@ def test_a_backend_without_a_name_that_it_needs_says_so_and_the_others_do_not(ta
     assert chosen is None
     assert f"has no {written(name.path)}: " in reason
     assert choose_backend("eager", CPU) == (BACKENDS["eager"], "")
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_without_a_name_that_all_need_no_backend_is_chosen(take_away, backend):
+    take_away(NEEDED[0])
+    chosen, reason = choose_backend(backend, CPU)
+    assert chosen is None
+    assert reason
 
 
 @pytest.mark.parametrize("names", NEEDED_BY.values(), ids=NEEDED_BY)
