@@ -40,7 +40,7 @@ def main() -> None:
 def save(options: argparse.Namespace) -> None:
     """Compile, write a file, and start the process that loads it."""
     from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.trust import Trust
 
@@ -65,7 +65,7 @@ def save(options: argparse.Namespace) -> None:
 def load(options: argparse.Namespace) -> None:
     """Load a file into a fresh model and time it and the first two steps."""
     from compiled_graphs.compiler.graph_file import read_graphs
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.trust import Trust
 

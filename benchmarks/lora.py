@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
     from compiled_graphs.compiler.counters import totals
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.store import FolderStore
 

@@ -54,7 +54,7 @@ def measure(name: str) -> None:
     """Print microseconds for each kind of region, for a mean region, and for a recorded step."""
     from compiled_graphs.compiler.backends import BACKENDS
     from compiled_graphs.compiler.backends.eager import EagerBackend
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
 
     backend = EagerBackend()
@@ -101,7 +101,7 @@ def width(block) -> int:
 def recorded(network, patcher, name: str) -> tuple[float, float]:
     """Return microseconds that a recorded step takes on the host, its replay taken out, and those until its replay."""
     from compiled_graphs.compiler.counters import Counters
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.recordings import Recordings
 
     class Silent:

@@ -111,15 +111,15 @@ def _plain(row: dict) -> dict:
 def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]], None]) -> None:
     """Print a table for one architecture, and keep its rows."""
     from compiled_graphs.compiler.counters import totals
-    from compiled_graphs.compiler.hosts import comfy as host
-    from compiled_graphs.compiler.hosts import comfy_worker
+    from compiled_graphs.compiler.hosts.comfy import compile as host
+    from compiled_graphs.compiler.hosts.comfy import worker_setup
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.store import FolderStore
     from compiled_graphs.compiler.workers import Workers
 
     patcher = models.patcher(name, getattr(torch, options.dtype))
     store = FolderStore(tempfile.mkdtemp())
-    workers = Workers(comfy_worker.setup, host.HOST)
+    workers = Workers(worker_setup.setup, host.HOST)
     use_registry(host, Registry(store, workers=workers))
     workers.start("inductor" if options.backend == "auto" else options.backend, patcher.load_device)
     host.warm_up(options.backend)  # what this process imports; of a backend that was warmed up before, nothing

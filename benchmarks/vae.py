@@ -41,7 +41,7 @@ def main() -> None:
 def measure(name: str, options: argparse.Namespace) -> None:
     """Print a table for one VAE."""
     from compiled_graphs.compiler.counters import totals
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
 
     step.use_registry(host, Registry())

@@ -1,7 +1,7 @@
 """What this machine has of what compiling needs, and what to do about the rest: one fact a line.
 
 Every check looks and changes nothing. Some ask other programs and may take a second, so a server asks off its event
-loop. What only a host knows comes in as `Surroundings`; ComfyUI's are in `hosts/comfy_doctor.py`.
+loop. What only a host knows comes in as `Surroundings`; ComfyUI's are in `hosts/comfy/doctor_facts.py`.
 """
 
 from __future__ import annotations

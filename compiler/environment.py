@@ -12,12 +12,28 @@ import torch
 if TYPE_CHECKING:
     from .backends import Backend
 
-_TRACING = ("attention", "gpu_functions", "layout", "patches", "scaled_weights", "signature", "skeleton", "trace")
+_TRACING = (
+    "attention",
+    "gpu_functions",
+    "layout",
+    "patches",
+    "hosts/comfy/scaled_fp8",
+    "signature",
+    "skeleton",
+    "trace",
+)
 """Modules here that decide what graph a region becomes."""
 _INDUCTOR = ("backends/inductor", "backends/repeats")
 _COMPILING = {"inductor": _INDUCTOR, "inductor_fp8": ("backends/float8", *_INDUCTOR)}
 """Those that change a graph before it is compiled, by backend."""
-_PROBING = ("hosts/comfy_calls", "hosts/diffusers_calls", "probe", "region", "signature", "skeleton")
+_PROBING = (
+    "hosts/comfy/synthetic_calls",
+    "hosts/diffusers/synthetic_calls",
+    "probe",
+    "region",
+    "signature",
+    "skeleton",
+)
 """Modules that decide which graphs a model wants."""
 
 

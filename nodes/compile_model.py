@@ -51,7 +51,7 @@ class CompileModel:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return the compiled clone, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_model
+        from ..compiler.hosts.comfy.compile import compile_model
 
         settings.apply()
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)

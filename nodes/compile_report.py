@@ -70,7 +70,7 @@ class CompileReport:
 
 
 def _section(name: str, thing: Any) -> Section:
-    from ..compiler.hosts.comfy import compiled_model
+    from ..compiler.hosts.comfy.compile import compiled_model
 
     compiled = compiled_model(thing)
     if compiled is None:

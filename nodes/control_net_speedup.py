@@ -43,7 +43,7 @@ class ControlNetSpeedup:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return the ControlNet with compiled blocks, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_control_net
+        from ..compiler.hosts.comfy.compile import compile_control_net
 
         settings.apply()
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)

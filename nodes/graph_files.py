@@ -86,7 +86,7 @@ class SaveGraph:
         unique_id: str = "",
     ) -> dict[str, Any]:
         """Write the file and return the text the node shows: what was written, or why nothing was."""
-        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.compile import compile_control_net, compile_model, compile_vae
 
         settings.apply()
         compilers = ((model, compile_model), (vae, compile_vae), (control_net, compile_control_net))
@@ -161,7 +161,7 @@ class LoadGraph:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return what is connected with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.compile import compile_control_net, compile_model, compile_vae
 
         settings.apply()
         graphs, listed, problem = _read(graph)
@@ -198,7 +198,7 @@ class LoadGraph:
 
 def _graphs_of(thing: Any, compile_thing: Any) -> tuple[list[CompiledGraph], list[str]]:
     """Return the graphs that a model, a VAE or a ControlNet uses, compiled now if need be, and what to tell of that."""
-    from ..compiler.hosts.comfy import finish, graphs_in_use, patcher_of
+    from ..compiler.hosts.comfy.compile import finish, graphs_in_use, patcher_of
 
     finish(patcher_of(thing))
     if graphs := graphs_in_use(patcher_of(thing)):

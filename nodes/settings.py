@@ -8,14 +8,14 @@ from pathlib import Path
 
 import folder_paths
 
-from ..compiler.hosts.comfy_settings import store_limit
+from ..compiler.hosts.comfy.settings import store_limit
 
 log = logging.getLogger(__name__)
 
 
 def apply() -> None:
     """Give the store the size that was chosen. What is too much for it goes at once."""
-    from ..compiler.hosts.comfy import registry
+    from ..compiler.hosts.comfy.compile import registry
 
     store, limit = registry().store, store_limit(Path(folder_paths.user_directory))
     if store is None or limit is None or limit == store.limit:

@@ -51,7 +51,7 @@ class VAESpeedup:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return the VAE with compiled code, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_vae
+        from ..compiler.hosts.comfy.compile import compile_vae
 
         settings.apply()
         request = messages.request(backend, verify, unique_id, prompt, extra_pnginfo)
