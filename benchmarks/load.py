@@ -44,7 +44,7 @@ def save(options: argparse.Namespace) -> None:
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.trust import Trust
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     compiled, text = host.compile_model(models.patcher(options.name, getattr(torch, options.dtype)))
     print(f"{options.name}: {text}")
     stored = [StoredGraph.of(graph) for graph in host.graphs_in_use(compiled)]
@@ -66,12 +66,13 @@ def load(options: argparse.Namespace) -> None:
     """Load a file into a fresh model and time it and the first two steps."""
     from compiled_graphs.compiler.graph_file import read_graphs
     from compiled_graphs.compiler.hosts.comfy import compile as host
+    from compiled_graphs.compiler.hosts.comfy import process
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.trust import Trust
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     if options.warm:
-        host.warm_up()
+        process.warm_up()
     patcher = models.patcher(options.name, getattr(torch, options.dtype))
     while any(thread.name.startswith("warm up") for thread in threading.enumerate()):
         time.sleep(0.01)

@@ -34,7 +34,7 @@ def main() -> None:
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.store import FolderStore
 
-    step.use_registry(host, Registry(FolderStore(tempfile.mkdtemp())))
+    step.use_registry(Registry(FolderStore(tempfile.mkdtemp())))
     patcher = models.patcher(options.name, getattr(torch, options.dtype))
     compiled, text = host.compile_model(patcher, host.Request(options.backend))
     print(f"torch {torch.__version__}, {step.device_name()}, {options.name}, {options.dtype}: {text}")

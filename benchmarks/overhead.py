@@ -60,7 +60,7 @@ def measure(name: str) -> None:
     backend = EagerBackend()
     backend.compile = lambda exported: Nothing()
     BACKENDS["nothing"] = backend
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     patcher = models.patcher(name, torch.float32)
     compiled, text = host.compile_model(patcher, host.Request("nothing", verify=False))
     print(f"torch {torch.__version__}, {name}: {text}")
@@ -101,7 +101,7 @@ def width(block) -> int:
 def recorded(network, patcher, name: str) -> tuple[float, float]:
     """Return microseconds that a recorded step takes on the host, its replay taken out, and those until its replay."""
     from compiled_graphs.compiler.counters import Counters
-    from compiled_graphs.compiler.hosts.comfy import compile as host
+    from compiled_graphs.compiler.hosts.comfy.host import HOST
     from compiled_graphs.compiler.recordings import Recordings
 
     class Silent:
@@ -114,7 +114,7 @@ def recorded(network, patcher, name: str) -> tuple[float, float]:
     begun: list[float] = []
     replayed: list[float] = []
     result = torch.ones(2, 4, 8, 12)
-    recordings = Recordings(network, host.HOST, Counters(), torch.device("cpu"), Silent)
+    recordings = Recordings(network, HOST, Counters(), torch.device("cpu"), Silent)
     context = torch.empty(2, 1, models.CONFIGS[name]["context_dim"])  # to copy inputs is the GPU's work
     kwargs = {"context": context, "control": None, "transformer_options": dict(step.SAMPLING)}
     args = torch.empty(2, 4, 8, 12), torch.ones(2)

@@ -44,7 +44,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     plain = models.vae(name, getattr(torch, options.dtype))
     start = time.perf_counter()
     compiled, text = host.compile_vae(plain)

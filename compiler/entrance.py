@@ -36,6 +36,8 @@ OVERFLOWED = "a compiled image with values that are not finite, made again eager
 class Entrance:
     """Takes the place of a network's method; remembers, per thread, the arguments of the running call."""
 
+    package = "compiled_graphs"
+    """Marks a patch as ours for another copy of this package, whatever its modules are called."""
     stands_in = True
     """Told from what belongs to the network, also by another copy of this package."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy.compile import Request
+    from ..compiler.hosts.comfy.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def request(
     backend: str, verify: bool, node_id: str, prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None
 ) -> Request:
     """Return what a node wants, with its node and workflow to speak for."""
-    from ..compiler.hosts.comfy.compile import Request
+    from ..compiler.hosts.comfy.request import Request
 
     return Request(
         backend,

@@ -118,7 +118,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _report() -> dict[str, Any]:
-    from ..compiler.hosts.comfy.compile import registry
+    from ..compiler.hosts.comfy.process import registry
 
     registry().on_change = messages.announce
     report = registry().report()
@@ -126,7 +126,7 @@ def _report() -> dict[str, Any]:
 
 
 def _save(fields: Mapping[str, Any]) -> str:
-    from ..compiler.hosts.comfy.compile import registry
+    from ..compiler.hosts.comfy.process import registry
 
     workflow, role, name = (_text(fields, field) for field in ("workflow", "role", "name"))
     if not _FILE_NAME.fullmatch(name):
@@ -143,7 +143,7 @@ def _save(fields: Mapping[str, Any]) -> str:
 
 
 def _drop(fields: Mapping[str, Any]) -> str:
-    from ..compiler.hosts.comfy.compile import registry
+    from ..compiler.hosts.comfy.process import registry
 
     workflow, home = _text(fields, "workflow"), registry()
     if home.models(workflow) is None:

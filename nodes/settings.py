@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 def apply() -> None:
     """Give the store the size that was chosen. What is too much for it goes at once."""
-    from ..compiler.hosts.comfy.compile import registry
+    from ..compiler.hosts.comfy.process import registry
 
     store, limit = registry().store, store_limit(Path(folder_paths.user_directory))
     if store is None or limit is None or limit == store.limit:

@@ -73,7 +73,7 @@ def check_backend(name: str) -> bool | str:
     """
     if name not in NAMES:
         return f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
-    from ..compiler.hosts.comfy.compile import warm_up
+    from ..compiler.hosts.comfy.process import warm_up
 
     warm_up(name)
     return True

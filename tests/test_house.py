@@ -148,8 +148,8 @@ def test_what_is_read_is_what_is_there():
     """The reader itself: each way to write an import, on rooms that have it."""
     assert imports("__init__")[0] == {"nodes/__init__"}
     assert {"compiler/backends/__init__", "compiler/hosts/comfy/compile"} <= imports("nodes/graph_files")[0]
-    assert {"compiler/hosts/comfy/synthetic_calls", "compiler/registry"} <= imports("compiler/hosts/comfy/compile")[0]
+    assert {"compiler/hosts/comfy/synthetic_calls", "compiler/model"} <= imports("compiler/hosts/comfy/compile")[0]
     assert "compiler/model" not in imports("compiler/registry")[0]  # for types alone
     assert "compiler/jobs" in imports("compiler/backends/oneflow/worker_process")[0]
     assert "torch._inductor" in imports("compiler/backends/inductor")[1]
-    assert "folder_paths" in imports("compiler/hosts/comfy/compile")[1]
+    assert "folder_paths" in imports("compiler/hosts/comfy/doctor_facts")[1]

@@ -17,13 +17,15 @@ import torch
 from ...options import Patches, TracedOptions, Unknown
 from ...patches import stand_in
 from ...verify import disagreement
+from .comfy_compat import BLOCK, OPTIONS, PATCHES
+from .comfy_compat import REPLACEMENTS as REPLACED
 
 OUTPUTS = ("attn1_output_patch", "middle_patch", "attn2_output_patch")
 REPLACEMENTS = ("attn1", "attn2")
 HOOKS = frozenset({*OUTPUTS, *REPLACEMENTS})
 
 PLACES = frozenset(
-    {"block", "block_index", "block_type", "total_blocks", "transformer_index", "activations_shape", "original_shape"}
+    {BLOCK, "block_index", "block_type", "total_blocks", "transformer_index", "activations_shape", "original_shape"}
 )
 """Options that say where a call is. One graph serves equal blocks at several places, so they are unknown to it."""
 
@@ -39,10 +41,10 @@ def can_be_operators(strings: frozenset[str]) -> bool:
 
 def hooks_of(options: Mapping[str, Any], strings: frozenset[str]) -> str:
     """Return the hooks of a call in a canonical form, such as "attn2:0,1;middle_patch"."""
-    patches, replaced = options.get("patches"), options.get("patches_replace")
+    patches, replaced = options.get(PATCHES), options.get(REPLACED)
     if not (patches or replaced) or not can_be_operators(strings):
         return ""
-    found = [f"{name}:{where}" for name in REPLACEMENTS if (where := _where(replaced, name, options.get("block")))]
+    found = [f"{name}:{where}" for name in REPLACEMENTS if (where := _where(replaced, name, options.get(BLOCK)))]
     return ";".join([*found, *(name for name in OUTPUTS if (patches or {}).get(name))])
 
 
@@ -58,7 +60,7 @@ def _where(replaced: Mapping[str, Mapping[tuple, Any]] | None, name: str, block:
 
 def traced_options(own: Mapping[str, Any], hooks: str) -> TracedOptions:
     """Return options to trace with: operators in place of patches. Raises ValueError if `hooks` make no sense."""
-    options = TracedOptions({**own, "patches": {}, "patches_replace": {}}, PLACES)
+    options = TracedOptions({**own, PATCHES: {}, REPLACED: {}}, PLACES)
     replaced = {name: Patches() for name in REPLACEMENTS}
     for hook in hooks.split(";") if hooks else ():
         name, _, where = hook.partition(":")
@@ -70,10 +72,10 @@ def traced_options(own: Mapping[str, Any], hooks: str) -> TracedOptions:
             raise ValueError(f"no block for {name}")
         patch = stand_in(name, {*own, *PLACES} - {"block_index"})  # the call's options say the others
         if name in OUTPUTS:
-            dict.__getitem__(options, "patches")[name] = [patch]
+            dict.__getitem__(options, PATCHES)[name] = [patch]
         else:
             replaced[name] = Patches(partial(_at, patch, where))
-    dict.__getitem__(options, "patches_replace").update(replaced)
+    dict.__getitem__(options, REPLACED).update(replaced)
     return options
 
 
@@ -93,7 +95,7 @@ class PatchCalls:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._given = {name: value for name, value in options.items() if name not in ("patches", "patches_replace")}
+        self._given = {name: value for name, value in options.items() if name not in (PATCHES, REPLACED)}
         self._extra: dict[int, dict[str, Any]] = {}
 
     def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
@@ -102,10 +104,10 @@ class PatchCalls:
         if extra is None:
             extra = self._extra[number] = self._given | constants
         if hook in REPLACEMENTS:
-            blocks, block = self._options["patches_replace"][hook], tuple(self._options["block"])
+            blocks, block = self._options[REPLACED][hook], tuple(self._options[BLOCK])
             return (blocks.get((*block, number)) or blocks[block])(*tensors, extra)
         (result,) = tensors
-        for patch in self._options["patches"][hook]:
+        for patch in self._options[PATCHES][hook]:
             result = patch(result, extra)
         return result
 
@@ -123,26 +125,24 @@ class RecordedPatches:
         """How what the graph gave to a patch differs from what the block gave."""
         self._own = options
         self.options = dict(options)
-        if "patches" in options:
-            recorded = {
-                name: [self._output(name, given)] for name, given in options["patches"].items() if name in names
-            }
-            self.options["patches"] = {**options["patches"], **recorded}
-        if "patches_replace" in options:
-            replaced = options["patches_replace"]
+        if PATCHES in options:
+            recorded = {name: [self._output(name, given)] for name, given in options[PATCHES].items() if name in names}
+            self.options[PATCHES] = {**options[PATCHES], **recorded}
+        if REPLACED in options:
+            replaced = options[REPLACED]
             recorded = {
                 n: {k: self._replacement(n, p) for k, p in replaced[n].items()} for n in names & replaced.keys()
             }
-            self.options["patches_replace"] = {**replaced, **recorded}
+            self.options[REPLACED] = {**replaced, **recorded}
 
     @property
     def context(self) -> dict[str, Any]:
         """The context arguments for the eager block."""
-        return {"transformer_options": self.options}
+        return {OPTIONS: self.options}
 
     def hand_over(self) -> None:
         """Leave in the call's options what the block left in those that it was given."""
-        self._own.update({n: v for n, v in self.options.items() if n not in ("patches", "patches_replace")})
+        self._own.update({n: v for n, v in self.options.items() if n not in (PATCHES, REPLACED)})
 
     def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
         """Return what a patch gave to the block, and note if the graph hands it something else."""
@@ -181,6 +181,6 @@ class RecordedPatches:
 def patch_names(options: Mapping[str, Any], hooks: str) -> frozenset[str]:
     """Return the names of the functions behind the hooks."""
     names = {hook.partition(":")[0] for hook in hooks.split(";")}
-    patches = [p for name in names & {*OUTPUTS} for p in options["patches"][name]]
-    patches += [p for name in names & {*REPLACEMENTS} for p in options["patches_replace"][name].values()]
+    patches = [p for name in names & {*OUTPUTS} for p in options[PATCHES][name]]
+    patches += [p for name in names & {*REPLACEMENTS} for p in options[REPLACED][name].values()]
     return frozenset(f"{p.__module__}.{getattr(p, '__qualname__', type(p).__qualname__)}" for p in patches)

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ...verify import relative_error
+from . import comfy_compat
+from .comfy_compat import OPTIONS, PATCHES, STEP
 
 MARK = "compiled_graphs.deep_cache"
 """Transformer option of calls that go through a DeepCache: no two of them need be alike."""
@@ -81,19 +83,18 @@ def use_deep_cache(patcher: Any, settings: Settings, on_end: Callable[[str], Non
     reason, and so does any model where nobody says that a sampling begins: what an interrupted one has kept must not
     get into the next.
     """
-    if not hasattr(patcher, "add_callback_with_key"):
+    if not comfy_compat.announces_samplings(patcher):
         return patcher, f"without DeepCache: {TOO_OLD}"
     network = getattr(patcher.model, "diffusion_model", None)
     clone = patcher.clone()
-    inner = clone.model_options.get("model_function_wrapper")
+    inner = clone.model_options.get(comfy_compat.FUNCTION_WRAPPER)
     try:
         cache = DeepCache(network, settings, inner.inner if isinstance(inner, DeepCache) else inner)
     except ValueError as reason:
         return patcher, f"without DeepCache: {reason}"
     clone.set_model_unet_function_wrapper(cache)
-    for name, callback in (("on_pre_run", cache.begin), ("on_cleanup", cache.end)):
-        clone.remove_callbacks_with_key(name, _CALLBACKS_KEY)
-        clone.add_callback_with_key(name, _CALLBACKS_KEY, callback)
+    comfy_compat.forget_samplings(clone, _CALLBACKS_KEY)
+    comfy_compat.call_around_samplings(clone, _CALLBACKS_KEY, cache.begin, cache.end)
     cache.on_end = on_end
     return clone, cache.text()
 
@@ -127,7 +128,7 @@ class DeepCache:
 
     def __call__(self, apply_model: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run one call of the model, whole or shallow."""
-        options = arguments["c"].get("transformer_options", {})
+        options = arguments["c"].get(OPTIONS, {})
         self._follow(apply_model, arguments["timestep"], options)
         key = (self._calls, arguments["input"].shape, tuple(arguments.get("cond_or_uncond", ())))
         self._calls += 1
@@ -168,7 +169,7 @@ class DeepCache:
 
     def _follow(self, apply_model: Callable, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
         """See whether this call begins a step: those of one step are given the same tensor."""
-        sigmas = options.get("sigmas", timestep)
+        sigmas = options.get(STEP, timestep)
         if sigmas is not self._sigmas:
             self._step = self._step + 1 if self._is_in_window(apply_model, timestep) else -1
             self._calls = 0
@@ -182,9 +183,7 @@ class DeepCache:
         return start <= 999 - float(sampling.timestep(timestep[:1])[0]) <= end
 
     def _reason(self, options: Mapping[str, Any]) -> str:
-        found = [
-            name for name, patches in options.get("patches", {}).items() if patches and name in _ACT_BETWEEN_BLOCKS
-        ]
+        found = [name for name, patches in options.get(PATCHES, {}).items() if patches and name in _ACT_BETWEEN_BLOCKS]
         return f"patch {found[0]}" if found else ""
 
     def _run_whole(self, apply_model: Callable, arguments: Mapping[str, Any], key: Any) -> torch.Tensor:
@@ -200,8 +199,8 @@ class DeepCache:
             return self._forward(apply_model, arguments)
 
     def _forward(self, apply_model: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
-        options = {**arguments["c"].get("transformer_options", {}), MARK: True}
-        arguments = {**arguments, "c": {**arguments["c"], "transformer_options": options}}
+        options = {**arguments["c"].get(OPTIONS, {}), MARK: True}
+        arguments = {**arguments, "c": {**arguments["c"], OPTIONS: options}}
         if self.inner is not None:
             return self.inner(apply_model, arguments)
         return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ...doctor import Surroundings, usual_device
+from . import comfy_compat
 
 _VERSION = re.compile(r"""^(?:__version__|version)\s*=\s*["']([^"']+)""", re.MULTILINE)
 
@@ -16,15 +17,13 @@ def running() -> Surroundings:
     """Return what the ComfyUI of this process knows."""
     import folder_paths
 
-    import comfy.model_management
-
-    from .compile import registry
+    from .process import registry
 
     return Surroundings(
-        comfy.model_management.get_torch_device(),
+        comfy_compat.torch_device(),
         os.environ.get("COMPILED_GRAPHS_STORE") or registry().store.place,
         _text(Path(folder_paths.__file__).parent),
-        tuple(path for place in folder_paths.get_folder_paths("custom_nodes") for path in _folders(Path(place))),
+        tuple(path for place in comfy_compat.extension_folders() for path in _folders(Path(place))),
     )
 
 

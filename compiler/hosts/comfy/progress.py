@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
-import comfy.utils
-
 from ...model import Progress
+from .. import build
+from . import comfy_compat
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +37,26 @@ class ProgressReport:
 
     def __call__(self, progress: Progress) -> None:
         if self._bar is None:
-            takes_node = "node_id" in inspect.signature(comfy.utils.ProgressBar).parameters and self._node_id
-            self._bar = comfy.utils.ProgressBar(progress.total, **({"node_id": self._node_id} if takes_node else {}))
-        self._bar.update_absolute(progress.done, progress.total)
+            self._bar = comfy_compat.progress_bar(progress.total, self._node_id)
+        if self._bar is not None:
+            self._bar.update_absolute(progress.done, progress.total)
         self._tell(progress_text(progress, self._clock() - self._began))
-        log_progress(progress)
+        build.log_progress(log, progress)
+
+
+class BackgroundReport:
+    """Reports what is compiled while the model runs: no bar, which is the sampler's then."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        """`tell` has the node show how its model stands."""
+        self._tell = tell
+
+    def begin(self) -> None:
+        """Say nothing: the node shows a result already."""
+
+    def __call__(self, progress: Progress) -> None:
+        build.log_progress(log, progress)
+        self._tell()
 
 
 def progress_text(progress: Progress, elapsed: float) -> str:
@@ -64,13 +78,6 @@ def in_words(region: str) -> str:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()
     place = re.sub(r"[._]+", " ", path.rstrip(")"))
     return f"{words}, {place}" if place else words
-
-
-def log_progress(progress: Progress) -> None:
-    """Write one line for one graph."""
-    log.info(
-        "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from . import comfy_compat
 
 
 def multiply_weights(twin: nn.Module) -> None:
@@ -18,18 +19,11 @@ def multiply_weights(twin: nn.Module) -> None:
     multiplication is part of the cast that the weight needs anyway.
     """
     for module in twin.modules():
-        if _chooses_by_size(module):
-            module.__dict__["forward_comfy_cast_weights"] = MethodType(_linear, module)
-
-
-def _chooses_by_size(module: nn.Module) -> bool:
-    function = getattr(type(module), "forward_comfy_cast_weights", None)
-    if getattr(module, "scale_weight", None) is None or not inspect.isfunction(function):
-        return False
-    return inspect.getclosurevars(function).nonlocals.get("fp8_matrix_mult") is False
+        if comfy_compat.chooses_by_size(module):
+            module.__dict__[comfy_compat.FP8_FORWARD] = MethodType(_linear, module)
 
 
 def _linear(self: nn.Module, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
-    scale = self.scale_weight.to(input.dtype)
+    scale = getattr(self, comfy_compat.FP8_SCALE).to(input.dtype)
     bias = None if self.bias is None else self.bias.to(input.dtype)
     return F.linear(input, self.weight.to(input.dtype) * scale, bias)

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from ...store import DEFAULT_LIMIT, gigabytes
+from .comfy_compat import SETTINGS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def store_limit(user_folder: Path) -> int | None:
     """
     if os.environ.get("COMPILED_GRAPHS_STORE_LIMIT"):
         return None
-    path = user_folder / "default" / "comfy.settings.json"
+    path = user_folder / Path(*SETTINGS_FILE)
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get(STORE_LIMIT)
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ...host import Host
 from ...probe import ModelCall, Sizes
 from ...skeleton import skeleton
+from .comfy_compat import OPTIONS
 
 
 def repeat(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
@@ -35,7 +36,7 @@ def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
 
 def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
     """Call a network with empty tensors in place of a call's own, and without patches."""
-    kwargs = {name: {} if name == "transformer_options" else v for name, v in kwargs.items() if name != "control"}
+    kwargs = {name: {} if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
     latent = _latent(args, kwargs)
     context = kwargs.get("context")
     tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
@@ -88,10 +89,10 @@ class SamplingCall:
 def coding_call(vae: Any, method: str) -> ModelCall:
     """Return a call of a VAE's network ("decode" or "encode") as `comfy.sd.VAE` would make it."""
     dimensions = getattr(vae, "latent_dim", 2)
-    # A video VAE says by functions of a length how much it compresses.
-    scale = vae.downscale_ratio if isinstance(vae.downscale_ratio, int | float) else vae.downscale_ratio[-1]
 
     def call(network: nn.Module, sizes: Sizes) -> None:
+        # A video VAE says by functions of a length how much it compresses.
+        scale = vae.downscale_ratio if isinstance(vae.downscale_ratio, int | float) else vae.downscale_ratio[-1]
         area = (sizes.frames, sizes.height, sizes.width)[-dimensions:]
         channels = vae.latent_channels
         if method == "encode":
@@ -189,7 +190,7 @@ def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, poole
         name: condition.process_cond(batch_size=sizes.batch, device=device, area=whole).cond
         for name, condition in conditions.items()
     }
-    base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), transformer_options={}, **inputs)
+    base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), **{OPTIONS: {}}, **inputs)
 
 
 def _latent_dimensions(model: nn.Module) -> int:

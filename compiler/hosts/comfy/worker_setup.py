@@ -10,14 +10,12 @@ import torch
 
 from ...host import Host
 from ...worker import Setup
+from . import comfy_compat
 
 
 def setup(backend: str, device: torch.device) -> Setup:
     """Return what a worker process needs to be like this ComfyUI: its modules, and the options it was started with."""
-    import comfy.cli_args
-
-    options = comfy.cli_args.args
-    values = dict(options) if isinstance(options, dict) else vars(options)
+    values = comfy_compat.start_options()
     return Setup(
         tuple(sys.path),
         "hosts.comfy.worker_setup:begin",
@@ -29,15 +27,8 @@ def setup(backend: str, device: torch.device) -> Setup:
 
 def begin(values: dict[str, Any]) -> Host:
     """Import ComfyUI with these options: they decide which functions its blocks call."""
-    import comfy.cli_args
-
-    options = comfy.cli_args.args
-    for name, value in values.items():
-        if isinstance(options, dict):
-            options[name] = value
-        else:
-            setattr(options, name, value)
-    from .compile import HOST
+    comfy_compat.set_start_options(values)
+    from .host import HOST
 
     return HOST
 

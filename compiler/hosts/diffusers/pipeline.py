@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...backends import choose_backend
-from ...entrance import CodingEntrance, Entrance
+from ...entrance import Entrance
 from ...files import open_regular, write_whole
 from ...graph import CompiledGraph, GraphIdentity
 from ...graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
@@ -36,6 +36,7 @@ from ...sampling import Scheduled
 from ...skeleton import skeleton
 from ...store import open_store
 from ...trust import Trust
+from ..build import Choice, build, log_progress, wrapper
 from . import synthetic_calls
 
 log = logging.getLogger(__name__)
@@ -316,9 +317,7 @@ def _prepared(name: str, compiled: CompiledModel, network: nn.Module) -> list[Co
 
 
 def _log_progress(progress: Progress) -> None:
-    log.info(
-        "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
-    )
+    log_progress(log, progress)
 
 
 def _parts(pipe: Any, ignores: Iterable[str], options: Options) -> Iterator[tuple[str, nn.Module]]:
@@ -373,12 +372,11 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     chosen, reason = choose_backend(backend, device)
     if chosen is None:
         raise ValueError(f"{name} cannot be compiled: {reason}")
-    entrance = (CodingEntrance if _is_coder(network) else Entrance)(network, "forward", None)
-    call = _running_call(entrance)
-    compiled = CompiledModel(network, regions, device, chosen, registry(), HOST, call, options.verify)
+    entrance = wrapper(network, "forward", None, codes=_is_coder(network))
+    choice = Choice(network, regions, device, chosen)
+    compiled = build(choice, [entrance], _repeat, registry(), HOST, verify=options.verify)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
     part.owners.update(owners)
-    entrance.compiled = compiled
     entrance.sampling = Scheduled(partial(_schedules, part.owners))
     part.install(network, entrance)
     registry().assign(type(owner).__name__, name, compiled)
@@ -414,16 +412,8 @@ def _execution_device(network: nn.Module, owner: Any) -> torch.device:
     return device
 
 
-def _running_call(entrance: Entrance) -> Callable[[], ModelCall | None]:
-    """Return what finds the running call. It must not keep the entrance, which keeps what it is given to."""
-    reference = weakref.ref(entrance)
-
-    def find() -> ModelCall | None:
-        alive = reference()
-        call = alive.running_call() if alive else None
-        return None if call is None else synthetic_calls.repeated_call(alive.network(), *call)
-
-    return find
+def _repeat(entrance: Entrance, args: tuple, kwargs: dict[str, Any]) -> ModelCall:
+    return synthetic_calls.repeated_call(entrance.network(), args, kwargs)
 
 
 def _put_back(module: nn.Module, ours: Callable) -> None:

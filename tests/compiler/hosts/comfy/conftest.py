@@ -32,7 +32,7 @@ sys.argv = _arguments
 
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # noqa: E402
 from comfy.taesd.taesd import TAESD  # noqa: E402
-from compiled_graphs.compiler.hosts.comfy import compile as host  # noqa: E402
+from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
 from compiled_graphs.compiler.registry import Registry  # noqa: E402
 
 TEXT_WIDTHS = {
@@ -76,7 +76,7 @@ def load(checkpoints: Path) -> Callable[[str], Any]:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     """A registry of the test's own, without a store."""
     registry = Registry()
-    monkeypatch.setattr(host, "registry", lambda: registry)
+    monkeypatch.setattr(process, "registry", lambda: registry)
     return registry
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy.host import HOST
 from compiled_graphs.compiler.layout import has_layouts
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
@@ -14,7 +15,7 @@ BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 def _arranged_here(monkeypatch, load):
     if not hasattr(load("tiny_sd15"), "add_callback_with_key"):
         pytest.skip("this ComfyUI does not say when a sampling begins")
-    monkeypatch.setattr(host.HOST, "arranged_on", frozenset({"cuda", "cpu"}), raising=False)
+    monkeypatch.setattr(HOST, "arranged_on", frozenset({"cuda", "cpu"}), raising=False)
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 import torch
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import worker_setup
+from compiled_graphs.compiler.hosts.comfy import process, worker_setup
+from compiled_graphs.compiler.hosts.comfy.host import HOST
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.workers import WorkerError, Workers
 
@@ -29,7 +30,7 @@ STOPPED = getattr(comfy.model_management, "InterruptProcessingException", None) 
 @pytest.fixture(scope="module")
 def worker():
     """One process for all tests here: it takes seconds to begin."""
-    workers = Workers(worker_setup.setup, host.HOST, count=1)
+    workers = Workers(worker_setup.setup, HOST, count=1)
     yield workers
     workers.stop()
 
@@ -38,7 +39,7 @@ def worker():
 def registry(worker, monkeypatch):
     """A registry of the test's own, whose graphs come from the worker."""
     registry = Registry(workers=worker)
-    monkeypatch.setattr(host, "registry", lambda: registry)
+    monkeypatch.setattr(process, "registry", lambda: registry)
     yield registry
     for thread in threading.enumerate():  # counts are of the whole process: what one test began must not end in another
         if thread.name == "compile in background":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy.host import HOST
 from torch import nn
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
@@ -50,7 +51,7 @@ def assert_images(sample, changed, reference):
 def assert_untouched(model):
     comfy.model_management.unload_all_models()
     for module in model.model.modules():
-        assert host.HOST.module_is_clean(module), type(module).__name__
+        assert HOST.module_is_clean(module), type(module).__name__
         assert type(module).__name__ != "OptimizedModule"
 
 
@@ -164,7 +165,7 @@ def test_a_cache_of_the_first_block_works_with_compiled_blocks(order, model, sam
         comfy.model_management.unload_all_models()
         cache.last, cache.skipped = None, 0
     assert totals.calls > calls
-    assert host.HOST.module_is_clean(cache)
+    assert HOST.module_is_clean(cache)
     assert_untouched(model)
 
 
@@ -180,7 +181,7 @@ def test_copies_of_a_model_that_runs_are_plain(model, sample, registry):
     changed = ours.clone()
     changed.set_model_unet_function_wrapper(keeps_a_copy)
     sample(changed, "tiny_sd3")
-    assert all(host.HOST.module_is_clean(module) for module in twins[0].modules())
+    assert all(HOST.module_is_clean(module) for module in twins[0].modules())
 
 
 class TiledOnce:

@@ -10,6 +10,8 @@ import torch
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.graph_file import StoredGraph
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import process
+from compiled_graphs.compiler.hosts.comfy.host import HOST
 from rows import adapter, control_net, controlled_by_lora, fill, hinted
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
@@ -61,7 +63,7 @@ def test_the_control_net_that_came_in_stays_eager_and_weights_are_shared(model, 
     pairs = zip(compiled.control_model.parameters(), control.control_model.parameters(), strict=True)
     assert all(ours.data_ptr() == theirs.data_ptr() for ours, theirs in pairs)
     comfy.model_management.unload_all_models()
-    assert not any("forward" in module.__dict__ and not host.HOST.module_is_clean(module)
+    assert not any("forward" in module.__dict__ and not HOST.module_is_clean(module)
                    for module in control.control_model.modules())  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def test_graphs_of_a_file_serve_it_without_compiling(model, sample, registry, mo
     compiled, _ = speed_up(control)
     stored = [StoredGraph.of(graph) for graph in host.graphs_in_use(host.patcher_of(compiled))]
     fresh = type(registry)()
-    monkeypatch.setattr(host, "registry", lambda: fresh)
+    monkeypatch.setattr(process, "registry", lambda: fresh)
     with totals.expect(compiles=0):
         loaded, text = speed_up(control, graphs=stored, source="control")
         assert text.startswith("3 of 3 regions from control, 0 compiled"), text

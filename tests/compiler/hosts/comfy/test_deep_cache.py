@@ -7,6 +7,7 @@ import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.deep_cache import Comparison, DeepCache, Settings, unusable, use_deep_cache
+from compiled_graphs.compiler.hosts.comfy.host import HOST
 from rows import control_net, hinted
 from torch import nn
 
@@ -341,7 +342,7 @@ def test_a_model_without_deep_blocks_comes_back_as_it_is(load):
 
 
 def test_steps_are_not_recorded_and_the_reason_is_said():
-    reason = host.HOST.unrepeatable(
+    reason = HOST.unrepeatable(
         {"transformer_options": {"sample_sigmas": torch.ones(21), "compiled_graphs.deep_cache": True}}, frozenset()
     )
     assert reason == "DeepCache, whose steps are not alike"

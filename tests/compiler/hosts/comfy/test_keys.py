@@ -11,8 +11,8 @@ import comfy.ops
 import pytest
 import torch
 from compiled_graphs.compiler.fingerprint import Describer
-from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import synthetic_calls, worker_setup
+from compiled_graphs.compiler.hosts.comfy.host import HOST
 from compiled_graphs.compiler.probe import wanted_variants
 from compiled_graphs.compiler.region import find_regions
 from compiled_graphs.compiler.skeleton import tensor_slots
@@ -41,7 +41,7 @@ NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {"wan": wan, "lumina": lumi
 
 
 def fingerprints(network: torch.nn.Module) -> dict[str, str]:
-    describer = Describer(host.HOST)
+    describer = Describer(HOST)
     found = {region.path: describer.describe(region.module) for region in find_regions(network)}
     assert not any(description.obscure for description in found.values())
     return {path: description.fingerprint for path, description in found.items()}
@@ -124,7 +124,7 @@ def test_the_key_is_the_same_for_layers_that_a_file_has_filled(load, filled_from
 @pytest.mark.parametrize("name", NAMES)
 def test_bookkeeping_of_the_host_is_no_change(load, streamed, name):
     network = load(name).model.diffusion_model
-    describer = Describer(host.HOST)
+    describer = Describer(HOST)
     for region in find_regions(network):
         describer.describe(region.module)
     for turn in range(2):
@@ -134,7 +134,7 @@ def test_bookkeeping_of_the_host_is_no_change(load, streamed, name):
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    workers = Workers(worker_setup.setup, host.HOST, count=1)
+    workers = Workers(worker_setup.setup, HOST, count=1)
     yield workers
     workers.stop()
 
@@ -147,9 +147,9 @@ def test_a_worker_process_finds_the_same_key(load, sample, workers, name):
     network = model.model.diffusion_model
     regions = find_regions(network)
     known = fingerprints(network)
-    call: Any = synthetic_calls.SamplingCall(model, host.HOST)
+    call: Any = synthetic_calls.SamplingCall(model, HOST)
     device = next(network.parameters()).device
-    variants = wanted_variants(network, {r: known[r.path] for r in regions}, device, host.HOST, call)
+    variants = wanted_variants(network, {r: known[r.path] for r in regions}, device, HOST, call)
     assert variants
     for variant in variants:
         workers.compile(variant, "eager")  # raises WorkerError if it is another block there

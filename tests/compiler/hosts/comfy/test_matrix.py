@@ -20,6 +20,7 @@ import torch
 from comfy.ldm.modules import attention
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import install, process
 from compiled_graphs.compiler.recordings import Recordings
 from compiled_graphs.compiler.registry import Registry
 from recorders import repeat
@@ -56,7 +57,7 @@ def column(load, graphs):
 
 @pytest.fixture(autouse=True)
 def _shared_graphs(graphs, monkeypatch):
-    monkeypatch.setattr(host, "registry", lambda: graphs)
+    monkeypatch.setattr(process, "registry", lambda: graphs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,8 +65,8 @@ def _recorded():
     """Without a GPU a stand-in repeats what CUDA graphs would."""
     with pytest.MonkeyPatch.context() as patch:
         if STEPS > 1 and not torch.cuda.is_available():
-            patch.setattr(host, "recordable", lambda device: True)
-            patch.setattr(host, "Recordings", partial(Recordings, record=repeat))
+            patch.setattr(install, "recordable", lambda device: True)
+            patch.setattr(install, "Recordings", partial(Recordings, record=repeat))
         yield
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from compiled_graphs.compiler import recordings as recordings_module
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.recordings import Recordings
 from recorders import repeat
 from rows import adapted, control_net, hinted, low_rank
@@ -22,8 +23,8 @@ def _recordable(monkeypatch, load):
     if not hasattr(model, "add_callback_with_key"):
         pytest.skip("this ComfyUI does not say when a sampling ends")
     if not torch.cuda.is_available():
-        monkeypatch.setattr(host, "recordable", lambda device: True)
-        monkeypatch.setattr(host, "Recordings", partial(Recordings, record=repeat))
+        monkeypatch.setattr(install, "recordable", lambda device: True)
+        monkeypatch.setattr(install, "Recordings", partial(Recordings, record=repeat))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 from compiled_graphs.compiler.counters import totals
 from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import process
 from compiled_graphs.compiler.registry import Registry
 from compiled_graphs.compiler.trust import Trust
 
@@ -31,7 +32,7 @@ def known(load_vae) -> list:
     """The graphs of a small VAE, in both directions."""
     registry = Registry()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "registry", lambda: registry)
+        patch.setattr(process, "registry", lambda: registry)
         compiled, _ = compile_eager(load_vae("small_kl"), encode=True)
     return host.graphs_in_use(compiled.patcher)
 
@@ -124,7 +125,7 @@ def read_back(*vaes) -> list[StoredGraph]:
 def restart(monkeypatch) -> Registry:
     """Forget every graph in memory."""
     registry = Registry()
-    monkeypatch.setattr(host, "registry", lambda: registry)
+    monkeypatch.setattr(process, "registry", lambda: registry)
     return registry
 
 
