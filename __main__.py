@@ -16,7 +16,7 @@ from typing import TextIO
 from .compiler.errors import printable
 from .compiler.files import open_regular
 from .compiler.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
-from .compiler.hosts.comfy_settings import store_limit
+from .compiler.hosts.comfy.settings import store_limit
 from .compiler.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
 from .compiler.trust import Trust
 
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _doctor(options: argparse.Namespace) -> int:
     from .compiler.doctor import examine
-    from .compiler.hosts.comfy_doctor import on_disk
+    from .compiler.hosts.comfy.doctor_facts import on_disk
 
     facts = examine(on_disk(Path(__file__).absolute().parent))
     for fact in facts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 if not __package__:  # imported as the top-level module of that name, from this folder
     raise ImportError(f"{__file__} is a part of compiled_graphs: run Python from another folder to import diffusers")
 
-from .compiler.hosts.diffusers import (
+from .compiler.hosts.diffusers.pipeline import (
     LoadedPart,
     Options,
     SavedPart,

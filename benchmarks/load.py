@@ -40,11 +40,11 @@ def main() -> None:
 def save(options: argparse.Namespace) -> None:
     """Compile, write a file, and start the process that loads it."""
     from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.trust import Trust
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     compiled, text = host.compile_model(models.patcher(options.name, getattr(torch, options.dtype)))
     print(f"{options.name}: {text}")
     stored = [StoredGraph.of(graph) for graph in host.graphs_in_use(compiled)]
@@ -65,13 +65,14 @@ def save(options: argparse.Namespace) -> None:
 def load(options: argparse.Namespace) -> None:
     """Load a file into a fresh model and time it and the first two steps."""
     from compiled_graphs.compiler.graph_file import read_graphs
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
+    from compiled_graphs.compiler.hosts.comfy import process
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.trust import Trust
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     if options.warm:
-        host.warm_up()
+        process.warm_up()
     patcher = models.patcher(options.name, getattr(torch, options.dtype))
     while any(thread.name.startswith("warm up") for thread in threading.enumerate()):
         time.sleep(0.01)

@@ -31,11 +31,11 @@ def main() -> None:
     models.use_comfyui(options.comfyui)
     from compiled_graphs.compiler.counters import totals
     from compiled_graphs.compiler.graph_cache import GraphCache
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.store import FolderStore
 
-    step.use_registry(host, Registry(GraphCache(FolderStore(tempfile.mkdtemp()))))
+    step.use_registry(Registry(GraphCache(FolderStore(tempfile.mkdtemp()))))
     patcher = models.patcher(options.name, getattr(torch, options.dtype))
     compiled, text = host.compile_model(patcher, host.Request(options.backend))
     print(f"torch {torch.__version__}, {step.device_name()}, {options.name}, {options.dtype}: {text}")

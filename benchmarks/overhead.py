@@ -54,13 +54,13 @@ def measure(name: str) -> None:
     """Print microseconds for each kind of region, for a mean region, and for a recorded step."""
     from compiled_graphs.compiler.backends import BACKENDS
     from compiled_graphs.compiler.backends.eager import EagerBackend
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
 
     backend = EagerBackend()
     backend.compile = lambda exported: Nothing()
     BACKENDS["nothing"] = backend
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     patcher = models.patcher(name, torch.float32)
     compiled, text = host.compile_model(patcher, host.Request("nothing", verify=False))
     print(f"torch {torch.__version__}, {name}: {text}")
@@ -101,7 +101,8 @@ def width(block) -> int:
 def recorded(network, patcher, name: str) -> tuple[float, float]:
     """Return microseconds that a recorded step takes on the host, its replay taken out, and those until its replay."""
     from compiled_graphs.compiler.counters import Counters
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy.host import HOST
+    from compiled_graphs.compiler.running_call import RunningCall
     from compiled_graphs.compiler.step_replay import StepReplay
 
     class Silent:
@@ -114,14 +115,14 @@ def recorded(network, patcher, name: str) -> tuple[float, float]:
     begun: list[float] = []
     replayed: list[float] = []
     result = torch.ones(2, 4, 8, 12)
-    recordings = StepReplay(network, host.HOST, Counters(), torch.device("cpu"), Silent)
+    recordings = StepReplay(network, HOST, torch.device("cpu"), Counters(), Silent)
     context = torch.empty(2, 1, models.CONFIGS[name]["context_dim"])  # to copy inputs is the GPU's work
     kwargs = {"context": context, "control": None, "transformer_options": dict(step.SAMPLING)}
     args = torch.empty(2, 4, 8, 12), torch.ones(2)
 
     def call() -> torch.Tensor:
         begun.append(time.perf_counter())
-        return recordings.serve(lambda *args, **kwargs: result, args, kwargs)
+        return recordings.serve(lambda *args, **kwargs: result, args, kwargs, RunningCall(None))
 
     for _ in range(20):
         call()

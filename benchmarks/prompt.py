@@ -64,8 +64,8 @@ def prepare(home: Path, options: argparse.Namespace):
     import execution
     import folder_paths
     from compiled_graphs.compiler.graph_cache import GraphCache
-    from compiled_graphs.compiler.hosts import comfy as host
-    from compiled_graphs.compiler.hosts import comfy_worker
+    from compiled_graphs.compiler.hosts.comfy import process, worker_setup
+    from compiled_graphs.compiler.hosts.comfy.host import HOST
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.store import FolderStore
     from compiled_graphs.compiler.workers import Workers
@@ -74,8 +74,8 @@ def prepare(home: Path, options: argparse.Namespace):
 
     store = options.store or home / "store"
     store.mkdir(parents=True, exist_ok=True)
-    home_registry = Registry(GraphCache(FolderStore(str(store)), workers=Workers(comfy_worker.setup, host.HOST)))
-    host.registry = lambda: home_registry
+    home_registry = Registry(GraphCache(FolderStore(str(store)), workers=Workers(worker_setup.setup, HOST)))
+    process.registry = lambda: home_registry
     nodes.NODE_CLASS_MAPPINGS.update(compiled_graphs.NODE_CLASS_MAPPINGS)
     folder_paths.add_model_folder_path("checkpoints", str(home), is_default=True)
     folder_paths.set_output_directory(str(home))

@@ -112,18 +112,19 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
     """Print a table for one architecture, and keep its rows."""
     from compiled_graphs.compiler.counters import totals
     from compiled_graphs.compiler.graph_cache import GraphCache
-    from compiled_graphs.compiler.hosts import comfy as host
-    from compiled_graphs.compiler.hosts import comfy_worker
+    from compiled_graphs.compiler.hosts.comfy import compile as host
+    from compiled_graphs.compiler.hosts.comfy import process, worker_setup
+    from compiled_graphs.compiler.hosts.comfy.host import HOST
     from compiled_graphs.compiler.registry import Registry
     from compiled_graphs.compiler.store import FolderStore
     from compiled_graphs.compiler.workers import Workers
 
     patcher = models.patcher(name, getattr(torch, options.dtype))
     store = FolderStore(tempfile.mkdtemp())
-    workers = Workers(comfy_worker.setup, host.HOST)
-    use_registry(host, Registry(GraphCache(store, workers=workers)))
+    workers = Workers(worker_setup.setup, HOST)
+    use_registry(Registry(GraphCache(store, workers=workers)))
     workers.start("inductor" if options.backend == "auto" else options.backend, patcher.load_device)
-    host.warm_up(options.backend)  # what this process imports; of a backend that was warmed up before, nothing
+    process.warm_up(options.backend)  # what this process imports; of a backend that was warmed up before, nothing
     time.sleep(options.head_start)  # as while a checkpoint loads
     start = time.perf_counter()
     compiled, text = host.compile_model(patcher, host.Request(options.backend))
@@ -131,7 +132,7 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
     workers.stop()
     print(f"\n{name}: {text}\n  node: {seconds:.1f} s,", end=" ")
     print(f"{sum(p.stat().st_size for p in store.folder.iterdir()) / 1e6:.1f} MB of graphs")
-    use_registry(host, Registry(GraphCache(store)))
+    use_registry(Registry(GraphCache(store)))
     start = time.perf_counter()
     called, text = host.compile_model(patcher, host.Request(options.backend, record=False))
     print(f"  again, from the store: {time.perf_counter() - start:.1f} s: {text}")
@@ -334,9 +335,11 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def use_registry(host, registry) -> None:
+def use_registry(registry) -> None:
     """Give the host a registry of this run's own, as after a restart."""
-    host.registry = lambda: registry
+    from compiled_graphs.compiler.hosts.comfy import process
+
+    process.registry = lambda: registry
 
 
 def call(patcher, inputs: dict) -> torch.Tensor:

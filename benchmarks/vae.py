@@ -41,10 +41,10 @@ def main() -> None:
 def measure(name: str, options: argparse.Namespace) -> None:
     """Print a table for one VAE."""
     from compiled_graphs.compiler.counters import totals
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     plain = models.vae(name, getattr(torch, options.dtype))
     start = time.perf_counter()
     compiled, text = host.compile_vae(plain)

@@ -40,7 +40,7 @@ def main() -> None:
 def looks(network: torch.nn.Module) -> None:
     """Print the milliseconds of a look at a network, and of describing it."""
     from compiled_graphs.compiler.fingerprint import Describer
-    from compiled_graphs.compiler.hosts.comfy import HOST
+    from compiled_graphs.compiler.hosts.comfy.host import HOST
     from compiled_graphs.compiler.region import find_regions
 
     regions = find_regions(network)
@@ -64,10 +64,10 @@ def looks(network: torch.nn.Module) -> None:
 def canary(name: str, patcher) -> None:
     """Print what a step takes with and without a comparison, called and replayed, and the share of that."""
     from compiled_graphs.compiler import canary
-    from compiled_graphs.compiler.hosts import comfy as host
+    from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.registry import Registry
 
-    step.use_registry(host, Registry())
+    step.use_registry(Registry())
     inputs = step.sized(name, SIZES[name], patcher)
     for label, record in (("called", False), ("replayed", True)):
         ours, text = host.compile_model(patcher, host.Request("inductor", record=record))

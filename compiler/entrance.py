@@ -36,6 +36,8 @@ OVERFLOWED = "a compiled image with values that are not finite, made again eager
 class Entrance:
     """Takes the place of a network's method. Each call of it is the running call of its thread."""
 
+    package = "compiled_graphs"
+    """Marks a patch as ours for another copy of this package, whatever its modules are called."""
     stands_in = True
     """Marks the object as our stand-in, which another copy of this package recognises too."""
 

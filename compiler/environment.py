@@ -17,7 +17,7 @@ _TRACING = (
     "gpu_functions",
     "layout",
     "patches",
-    "scaled_weights",
+    "hosts/comfy/scaled_fp8",
     "signature",
     "skeleton",
     "torch_compat",
@@ -27,7 +27,14 @@ _TRACING = (
 _INDUCTOR = tuple(f"backends/inductor/{name}" for name in ("artifacts", "backend", "repeated_subgraphs", "tuning"))
 _COMPILING = {"inductor": _INDUCTOR, "inductor_fp8": ("backends/inductor/float8", *_INDUCTOR)}
 """Those that change a graph before it is compiled, by backend."""
-_PROBING = ("hosts/comfy_calls", "hosts/diffusers_calls", "probe", "region", "signature", "skeleton")
+_PROBING = (
+    "hosts/comfy/synthetic_calls",
+    "hosts/diffusers/synthetic_calls",
+    "probe",
+    "region",
+    "signature",
+    "skeleton",
+)
 """Modules that decide which graphs a model wants."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,6 +24,13 @@ class Progress:
     seconds: float
     reason: str = ""
     """Why the region stays eager, if it does."""
+
+
+def log_progress(log: logging.Logger, progress: Progress) -> None:
+    """Write one line for one graph."""
+    log.info(
+        "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Importing this registers the folder of graph files, the routes and the handler of prompts, and does no more.
 """
 
-from ..compiler.hosts import graph_folder
+from ..compiler.hosts.comfy import graph_folder
 from ..web_server import doctor_route, queued_prompt, routes
 from . import onediff
 from .compile_model import CompileModel

@@ -9,7 +9,7 @@ from . import inputs
 from .compile_node import CompileNode
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
 
 class CompileModel(CompileNode):
@@ -32,6 +32,6 @@ class CompileModel(CompileNode):
         self, request: Request, model: Any, cuda_graphs: bool = True, when: str = inputs.BEFORE
     ) -> tuple[Any, str]:
         """Return the compiled clone, and what to tell the person."""
-        from ..compiler.hosts.comfy import compile_model
+        from ..compiler.hosts.comfy.compile import compile_model
 
         return compile_model(model, replace(request, record=cuda_graphs, background=when == inputs.IN_BACKGROUND))

@@ -9,7 +9,7 @@ from ..web_server import events
 from . import inputs
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
 
 class CompileNode:
@@ -48,7 +48,7 @@ class CompileNode:
         **own: Any,
     ) -> dict[str, Any]:
         """Return the object with compiled blocks, and the text the node shows. `own` are the socket and own widgets."""
-        from ..compiler.hosts.comfy import warm_up
+        from ..compiler.hosts.comfy.process import warm_up
 
         warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
         request = events.request(backend, verify, unique_id, prompt, extra_pnginfo)

@@ -14,7 +14,8 @@ from .inputs import ANY
 from .report_picture import Row, Section, draw
 
 if TYPE_CHECKING:
-    from ..compiler.model import CompiledModel, KindInUse
+    from ..compiler.compiled_model import CompiledModel
+    from ..compiler.summary import KindInUse
 
 NOT_COMPILED = "not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup or Load Graph"
 NOT_TIMED = "Blocks are timed when they first run, with verify on: connect a picture made with this model to after."
@@ -73,7 +74,7 @@ class CompileReport:
 
 
 def _section(name: str, thing: Any) -> Section:
-    from ..compiler.hosts.comfy import compiled_model
+    from ..compiler.hosts.comfy.compile import compiled_model
 
     compiled = compiled_model(thing)
     if compiled is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .compile_node import CompileNode
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
 
 class ControlNetSpeedup(CompileNode):
@@ -27,6 +27,6 @@ class ControlNetSpeedup(CompileNode):
 
     def compile_with(self, request: Request, control_net: Any) -> tuple[Any, str]:
         """Return the ControlNet with compiled blocks, and what to tell the person."""
-        from ..compiler.hosts.comfy import compile_control_net
+        from ..compiler.hosts.comfy.compile import compile_control_net
 
         return compile_control_net(control_net, request)

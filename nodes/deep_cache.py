@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..web_server import events
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy_deep_cache import Settings
+    from ..compiler.hosts.comfy.deep_cache import Settings
 
 STEPS = {
     name: ("INT", {"default": default, "min": least, "max": most, "tooltip": tooltip})
@@ -58,7 +58,7 @@ def settings(
     cache_interval: int = 3, cache_layer_id: int = 0, cache_block_id: int = 1, start_step: int = 0, end_step: int = 1000
 ) -> Settings:
     """Return the settings that the widgets have."""
-    from ..compiler.hosts.comfy_deep_cache import Settings
+    from ..compiler.hosts.comfy.deep_cache import Settings
 
     return Settings(cache_interval, cache_layer_id, cache_block_id, start_step, end_step)
 
@@ -68,7 +68,7 @@ def with_deep_cache(model: Any, wanted: Settings, unique_id: str, above: str = "
 
     `above` is the text above that, each time.
     """
-    from ..compiler.hosts.comfy_deep_cache import use_deep_cache
+    from ..compiler.hosts.comfy.deep_cache import use_deep_cache
 
     lines = [above] if above else []
     cached, text = use_deep_cache(model, wanted, lambda done: events.show(unique_id, "\n".join([*lines, done])))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ..compiler.backends import NAMES
 from ..compiler.graph import CompiledGraph
 from ..compiler.graph_file import SUFFIX, GraphFileError
-from ..compiler.hosts import graph_folder
+from ..compiler.hosts.comfy import graph_folder
 from ..web_server import events
 from . import inputs
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
 NONE = "none"
 NOTHING_CONNECTED = "connect a model, a VAE or a ControlNet"
@@ -64,7 +64,7 @@ class SaveGraph:
         unique_id: str = "",
     ) -> dict[str, Any]:
         """Write the file and return the text the node shows: what was written, or why nothing was."""
-        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.compile import compile_control_net, compile_model, compile_vae
 
         compilers = ((model, compile_model), (vae, compile_vae), (control_net, compile_control_net))
         found = [_graphs_of(thing, compile_thing) for thing, compile_thing in compilers if thing is not None]
@@ -138,7 +138,8 @@ class LoadGraph:
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return what is connected with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy import compile_control_net, compile_model, compile_vae, warm_up
+        from ..compiler.hosts.comfy.compile import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.process import warm_up
 
         warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
         graphs, listed, problem = graph_folder.read(graph)
@@ -182,7 +183,7 @@ class _Lines:
 
 def _graphs_of(thing: Any, compile_thing: Callable[[Any], tuple[Any, str]]) -> tuple[list[CompiledGraph], list[str]]:
     """Return the graphs that an object uses, and what to tell the person. Compiles it now if nothing has yet."""
-    from ..compiler.hosts.comfy import finish, graphs_in_use, patcher_of
+    from ..compiler.hosts.comfy.compile import finish, graphs_in_use, patcher_of
 
     finish(patcher_of(thing))
     if graphs := graphs_in_use(patcher_of(thing)):

@@ -13,7 +13,7 @@ from typing import Any
 import folder_paths
 
 from ..compiler.graph_file import SUFFIX
-from ..compiler.hosts.graph_folder import listed_files
+from ..compiler.hosts.comfy.graph_folder import listed_files
 from ..web_server import events
 from . import inputs
 from .compile_model import CompileModel

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from .compile_node import CompileNode
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
 
 class VAESpeedup(CompileNode):
@@ -33,6 +33,6 @@ class VAESpeedup(CompileNode):
 
     def compile_with(self, request: Request, vae: Any, encode: bool = False) -> tuple[Any, str]:
         """Return a VAE with compiled code, and what to tell the person."""
-        from ..compiler.hosts.comfy import compile_vae
+        from ..compiler.hosts.comfy.compile import compile_vae
 
         return compile_vae(vae, request, encode)

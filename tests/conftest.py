@@ -11,7 +11,7 @@ import pytest
 NEEDS = {
     "server": "starts a ComfyUI server: it has the fixture `start_server`",
     "compiler": "has Inductor compile: it has the fixture `cpp_compiler`",
-    "comfyui": "runs ComfyUI, in a server or here: it has that fixture, or is one of compiler/hosts/test_comfy*.py",
+    "comfyui": "runs ComfyUI, in a server or here: it has that fixture, or is in compiler/hosts/comfy",
     "oneflow": "runs graphs with OneFlow, on the CPU",
 }
 COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "cl", "cl.exe"}
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their fixtures and folders, so that nobody can forget a mark."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        in_here = item.path.parent.name == "hosts" and item.path.name.startswith("test_comfy")
+        in_here = item.path.parent == Path(__file__).parent / "compiler" / "hosts" / "comfy"
         needed = {
             "server": "start_server" in fixtures,
             "compiler": "cpp_compiler" in fixtures,

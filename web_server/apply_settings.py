@@ -9,7 +9,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..compiler.hosts.comfy_settings import store_limit
+from ..compiler.hosts.comfy.settings import store_limit
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +18,10 @@ _APPLYING = threading.Lock()
 
 def apply_settings() -> None:
     """Give the store the size that was chosen. Graphs above it are removed at once."""
-    from ..compiler.hosts.comfy import registry
+    from ..compiler.hosts.comfy.process import registry
 
     with _APPLYING:
-        store, limit = registry().store, store_limit(Path(folder_paths.user_directory))
+        store, limit = registry().cache.store, store_limit(Path(folder_paths.user_directory))
         if store is None or limit is None or limit == store.limit:
             return
         store.limit = limit

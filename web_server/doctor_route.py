@@ -32,6 +32,6 @@ def register() -> None:
 
 def _facts() -> list[dict[str, str | bool]]:
     from ..compiler.doctor import examine
-    from ..compiler.hosts.comfy_doctor import running
+    from ..compiler.hosts.comfy.doctor_facts import running
 
     return [asdict(fact) for fact in examine(running())]

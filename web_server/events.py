@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .prompt_server import prompt_server
 
 if TYPE_CHECKING:
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def request(
     backend: str, verify: bool, node_id: str, prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None
 ) -> Request:
     """Return the request of a node, which also says where its texts are shown and for which workflow it runs."""
-    from ..compiler.hosts.comfy import Request
+    from ..compiler.hosts.comfy.request import Request
 
     return Request(
         backend,

@@ -55,7 +55,7 @@ def _prepare(backends: Collection[str]) -> None:
 
     The handler runs on the server's loop, which must wait for no disk: the store may be on a network.
     """
-    from ..compiler.hosts.comfy import registry, warm_up
+    from ..compiler.hosts.comfy.process import registry, warm_up
 
     for backend in dict.fromkeys(backends):
         warm_up(backend)

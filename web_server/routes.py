@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compiler import bounded_json
 from ..compiler.graph_file import GraphFileError
-from ..compiler.hosts import graph_folder
+from ..compiler.hosts.comfy import graph_folder
 from .events import prompt_queue
 from .explanations import explained
 from .prompt_server import has_route, prompt_server
@@ -117,14 +117,14 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def _report() -> dict[str, Any]:
-    from ..compiler.hosts.comfy import registry
+    from ..compiler.hosts.comfy.process import registry
 
     report = registry().report()
     return report | {"explained": explained(report)}
 
 
 def _save(fields: Mapping[str, Any]) -> str:
-    from ..compiler.hosts.comfy import registry
+    from ..compiler.hosts.comfy.process import registry
 
     workflow, role, name = (_text(fields, field) for field in ("workflow", "role", "name"))
     if not _FILE_NAME.fullmatch(name):
@@ -141,7 +141,7 @@ def _save(fields: Mapping[str, Any]) -> str:
 
 
 def _drop(fields: Mapping[str, Any]) -> str:
-    from ..compiler.hosts.comfy import registry
+    from ..compiler.hosts.comfy.process import registry
 
     workflow, home = _text(fields, "workflow"), registry()
     if home.models(workflow) is None:

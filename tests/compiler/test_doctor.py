@@ -17,7 +17,7 @@ from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.doctor import Fact, Surroundings, examine
 from compiled_graphs.compiler.graph import GraphSpec
 from compiled_graphs.compiler.graph_file import StoredGraph
-from compiled_graphs.compiler.hosts.comfy_doctor import on_disk
+from compiled_graphs.compiler.hosts.comfy.doctor_facts import on_disk
 from compiled_graphs.compiler.store import FolderStore
 from compiled_graphs.compiler.trust import Trust
 from torch._inductor import cpp_builder
@@ -311,11 +311,11 @@ def test_the_environment_names_the_store(comfyui, monkeypatch):
 
 
 def test_store_without_comfyui_is_that_of_pipelines(tmp_path, monkeypatch):
-    from compiled_graphs.compiler.hosts import diffusers
+    from compiled_graphs.compiler.hosts.diffusers import pipeline
 
     monkeypatch.delenv("COMPILED_GRAPHS_STORE", raising=False)
     found = on_disk(tmp_path / "site-packages" / "compiled_graphs")
-    assert found.store == diffusers.registry().store.place
+    assert found.store == pipeline.registry().cache.store.place
     assert found.extensions == ()
 
 

@@ -9,7 +9,7 @@ import urllib.request
 import comfy_browser
 import make_locales
 import pytest
-from compiled_graphs.compiler.hosts.comfy_settings import STORE_LIMIT
+from compiled_graphs.compiler.hosts.comfy.settings import STORE_LIMIT
 from compiled_graphs.compiler.store import DEFAULT_LIMIT
 
 LIMIT, BACKGROUND, VERIFY = STORE_LIMIT, "CompiledGraphs.Background", "CompiledGraphs.Verify"

@@ -1,0 +1,110 @@
+"""Living beside other extensions in one ModelPatcher: what is ours, what is theirs, and what to leave alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from ...region import Region, find_regions, is_torch_compiled
+from . import comfy_compat
+
+CALLBACKS_KEY = "compiled_graphs"
+"""Key of our callbacks in a patcher, which another copy of this extension uses as well."""
+
+_PACKAGE = "compiled_graphs"
+_OF_OLDER_COPIES = frozenset({"entrance.Entrance", "entrance.CodingEntrance"})
+"""Classes of a copy of this extension that does not mark them yet."""
+
+
+def clone_without_ours(patcher: Any) -> Any:
+    """Return a clone without what an earlier node of ours put into the patcher: the later node decides."""
+    clone = comfy_compat.clone_with_weights_in_place(patcher)
+    clone.model_options = _own_containers(patcher.model_options)
+    comfy_compat.forget_samplings(clone, CALLBACKS_KEY)
+    for name, patch in list(clone.object_patches.items()):
+        if is_ours(patch):
+            del clone.object_patches[name]
+            if patch.inner is not None:
+                clone.object_patches[name] = patch.inner
+    return clone
+
+
+def _own_containers(options: Any) -> Any:
+    """Copy a patcher's options as newer cores do: other extensions' objects in them are not copied.
+
+    Cores of 2025 copy wrappers and patches with what they remember, and a node that resets its own reaches no copy.
+    """
+    if type(options) is dict:
+        return {name: _own_containers(value) for name, value in options.items()}
+    if type(options) is list:
+        return [_own_containers(value) for value in options]
+    return options
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether an object patch is one of this extension, of which two copies may be installed."""
+    cls = type(forward)
+    name = f"{cls.__module__.rpartition('.compiler.')[2]}.{cls.__qualname__}"
+    return getattr(cls, "package", None) == _PACKAGE or name in _OF_OLDER_COPIES
+
+
+def set_torch_compile_aside(clone: Any) -> bool:
+    """Take out what earlier nodes hung into a clone to run it, or blocks of it, by torch.compile.
+
+    Core's TorchCompileModel adds a wrapper with a key, or an object patch before 2025; other nodes add object
+    patches of blocks. Two compilers for one block would be neither's.
+    """
+    compiled = [
+        n for n, patch in clone.object_patches.items() if isinstance(patch, nn.Module) and is_torch_compiled(patch)
+    ]
+    for name in compiled:
+        del clone.object_patches[name]
+    is_wrapped = comfy_compat.take_torch_compile_out(clone)
+    return bool(compiled) or is_wrapped
+
+
+def free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
+    """Return the regions whose `forward` nobody else replaces, and how many somebody does."""
+    regions = [region for region in find_regions(network) if region.path and is_reached(region, methods)]
+    free = [r for r in regions if foreign_forward(clone, r.module, f"{prefix}{r.path}.forward", "forward") is None]
+    return free, len(regions) - len(free)
+
+
+def is_reached(region: Region, methods: Iterable[str]) -> bool:
+    """Whether methods of a network run a region.
+
+    A VAE's two halves are told apart by name: "decoder", "taesd_encoder", "first_stage.encoder" ...
+    """
+    unwanted = {"decode", "encode"} - set(methods)
+    return len(unwanted) != 1 or f"{unwanted.pop()}r" not in region.path
+
+
+def foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> Callable | None:
+    """Return what another extension has put in the place of a module's method, as a patch or directly.
+
+    `get_model_object` looks past the patches of another clone that is loaded just now. Of an earlier Compile
+    Model, only what it found there counts; the later node decides.
+    """
+    found = clone.get_model_object(name)
+    if is_ours(found):
+        return found.inner
+    return None if getattr(found, "__func__", None) is getattr(type(module), method) else found
+
+
+def tidy_after(patch: Callable, module: nn.Module, method: str) -> None:
+    """When a patch is gone for good, take away what ComfyUI put back in its place.
+
+    It puts back a bound method, and a module that holds its own bound method is freed only when Python next
+    looks for cycles: a queue that changes checkpoints would hold two.
+    """
+    weakref.finalize(patch, _tidy, weakref.ref(module), method).atexit = False
+
+
+def _tidy(reference: weakref.ref, method: str) -> None:
+    module = reference()
+    held = module.__dict__.get(method) if module is not None else None
+    if held is not None and getattr(held, "__func__", None) is getattr(type(module), method):
+        module.__dict__.pop(method, None)

@@ -1,0 +1,221 @@
+"""What ComfyUI calls its own, or has only in some versions (mid-2024 to 0.33.0): each name once, with a guard.
+
+A name that is gone costs what it was for and nothing else. Without a name in PATCHER_NEEDS, VAE_NEEDS or
+CONTROL_NET_NEEDS nothing can be compiled: the node then names it and leaves the model as it is. What ComfyUI sets on
+layers stands in `host.ComfyHost`. Nothing here imports ComfyUI before it is asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+MANAGEMENT = "comfy.model_management"
+
+MODULE_NAMES = {
+    f"{MANAGEMENT}.get_torch_device": "the first CUDA device, or the CPU, is warmed up and named by the doctor",
+    f"{MANAGEMENT}.throw_exception_if_processing_interrupted": "a compile cannot be cancelled",
+    f"{MANAGEMENT}.InterruptProcessingException": "a cancellation that a layer raises counts as a failed compile",
+    f"{MANAGEMENT}.interrupt_current_processing": "a cancellation met in the background does not reach its prompt",
+    f"{MANAGEMENT}.processing_interrupted": "compiling in the background does not wait for a cancelled prompt",
+    "comfy.model_patcher.ModelPatcher": "weights keep their memory format",
+    "comfy.patcher_extension.CallbacksMP": "no CUDA graphs, no DeepCache; each call is looked at",
+    "comfy.utils.ProgressBar": "no progress bar",
+    "comfy.cli_args.args": "worker processes start with ComfyUI's defaults",
+    "folder_paths.get_user_directory": "the store is in the folder of models",
+    "folder_paths.models_dir": "the store is in the current user's home",
+    "folder_paths.get_folder_paths": "the doctor names no other extensions",
+}
+"""Names of ComfyUI's modules, and what is lost without each."""
+
+PATCHER_NEEDS = (
+    "clone",
+    "model",
+    "model_options",
+    "load_device",
+    "object_patches",
+    "add_object_patch",
+    "get_model_object",
+)
+"""What a ModelPatcher must have."""
+PATCHER_OFFERS = {
+    "wrappers": "torch.compile of an earlier node is not set aside",
+    "add_callback_with_key": "no CUDA graphs, no DeepCache; each call is looked at",
+    "remove_callbacks_with_key": "no CUDA graphs, no DeepCache; each call is looked at",
+}
+"""What a ModelPatcher has in some versions, and what is lost without it."""
+VAE_NEEDS = ("first_stage_model", "patcher", "device")
+CONTROL_NET_NEEDS = ("control_model", "copy", "previous_controlnet")
+CONTROL_NET_PATCHER = "control_model_wrapped"
+"""ControlNets without one have no network of their own."""
+
+# Keys of `transformer_options`. One that is called otherwise is an option like any other: a region that looks it up
+# stays eager.
+OPTIONS = "transformer_options"
+PATCHES = "patches"
+REPLACEMENTS = "patches_replace"
+BLOCK = "block"
+WRAPPERS = "wrappers"
+STEP = "sigmas"
+STEPS = "sample_sigmas"
+ATTENTION_OVERRIDE = "optimized_attention_override"
+OPTION_KEYS = (PATCHES, REPLACEMENTS, BLOCK, WRAPPERS, STEP, STEPS, ATTENTION_OVERRIDE)
+
+NETWORK_WRAPPERS = "diffusion_model"
+"""Key of a network's wrappers in `transformer_options["wrappers"]`."""
+
+FUNCTION_WRAPPER = "model_function_wrapper"
+"""Key of `model_options` for the one function that wraps the model's call."""
+FP8_PRODUCTS = "fp8_matrix_mult"
+"""Closure variable of `comfy.ops.scaled_fp8_ops`: whether its layers multiply in float8."""
+FP8_FORWARD = "forward_comfy_cast_weights"
+FP8_SCALE = "scale_weight"
+
+SETTINGS_FILE = ("default", "comfy.settings.json")
+"""Where the user folder keeps the settings dialog's values, without --multi-user."""
+
+_BEFORE_SAMPLING, _AFTER_SAMPLING = "ON_PRE_RUN", "ON_CLEANUP"
+
+
+def find(name: str) -> Any:
+    """Return what a name in MODULE_NAMES stands for, or None if this ComfyUI has no such name."""
+    if name not in MODULE_NAMES:
+        raise KeyError(name)
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
+    except ImportError:
+        return None
+
+
+def missing(thing: Any, names: Iterable[str]) -> str:
+    """Return the sentence for a thing that lacks one of these attributes, or nothing if it has all."""
+    lacking = next((name for name in names if not hasattr(thing, name)), None)
+    return "" if lacking is None else f"not compiled: this ComfyUI's {type(thing).__name__} has no {lacking}"
+
+
+def torch_device() -> torch.device:
+    """Return the device that ComfyUI samples on."""
+    if get := find(f"{MANAGEMENT}.get_torch_device"):
+        return get()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_cancelled() -> None:
+    """Raise ComfyUI's own exception if the person asked to stop."""
+    if check := find(f"{MANAGEMENT}.throw_exception_if_processing_interrupted"):
+        check()
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether an exception is the one that ComfyUI raises to cancel a prompt."""
+    cls = find(f"{MANAGEMENT}.InterruptProcessingException")
+    return cls is not None and isinstance(error, cls)
+
+
+def cancel_prompt() -> None:
+    """Ask the running prompt to stop."""
+    if interrupt := find(f"{MANAGEMENT}.interrupt_current_processing"):
+        interrupt(True)
+
+
+def is_cancelled() -> bool:
+    """Whether a cancellation waits for its prompt."""
+    interrupted = find(f"{MANAGEMENT}.processing_interrupted")
+    return bool(interrupted and interrupted())
+
+
+def progress_bar(total: int, node_id: str) -> Any:
+    """Return a progress bar for a node, or None. Versions of 2024 do not take the node."""
+    cls = find("comfy.utils.ProgressBar")
+    if cls is None:
+        return None
+    takes_node = "node_id" in inspect.signature(cls).parameters and node_id
+    return cls(total, **({"node_id": node_id} if takes_node else {}))
+
+
+def start_options() -> dict[str, Any]:
+    """Return the options that ComfyUI was started with."""
+    options = find("comfy.cli_args.args")
+    return dict(options) if isinstance(options, Mapping) else dict(vars(options)) if options is not None else {}
+
+
+def set_start_options(values: Mapping[str, Any]) -> None:
+    """Make ComfyUI, in a process of our own, what it is with these options."""
+    options = find("comfy.cli_args.args")
+    for name, value in values.items() if options is not None else ():
+        if isinstance(options, Mapping):
+            options[name] = value
+        else:
+            setattr(options, name, value)
+
+
+def user_directory() -> str | None:
+    """Return ComfyUI's user folder; None for versions that have none."""
+    get = find("folder_paths.get_user_directory")
+    return get() if get else None
+
+
+def models_directory() -> str | None:
+    """Return ComfyUI's folder of models."""
+    return find("folder_paths.models_dir")
+
+
+def extension_folders() -> list[str]:
+    """Return the folders that hold ComfyUI's extensions."""
+    get = find("folder_paths.get_folder_paths")
+    return list(get("custom_nodes")) if get else []
+
+
+def clone_with_weights_in_place(patcher: Any) -> Any:
+    """Return a clone. Newer versions stream weights behind a model's back unless a clone asks them not to."""
+    options = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(patcher.clone).parameters else {}
+    return patcher.clone(**options)
+
+
+def announces_samplings(patcher: Any = None) -> bool:
+    """Whether ComfyUI (since 2025) says when a sampling of a patcher begins and ends; without one, of any patcher."""
+    patcher = find("comfy.model_patcher.ModelPatcher") if patcher is None else patcher
+    has_methods = all(hasattr(patcher, name) for name in ("add_callback_with_key", "remove_callbacks_with_key"))
+    return has_methods and None not in _moments()
+
+
+def call_around_samplings(patcher: Any, key: str, begin: Callable | None, end: Callable | None) -> None:
+    """Have functions called with the patcher when a sampling begins and ends. Needs `announces_samplings`."""
+    for moment, function in zip(_moments(), (begin, end)):
+        if function is not None:
+            patcher.add_callback_with_key(moment, key, function)
+
+
+def forget_samplings(patcher: Any, key: str) -> None:
+    """Take out the functions that were added with a key."""
+    for moment in _moments() if announces_samplings(patcher) else ():
+        patcher.remove_callbacks_with_key(moment, key)
+
+
+def _moments() -> tuple[str | None, str | None]:
+    names = find("comfy.patcher_extension.CallbacksMP")
+    return getattr(names, _BEFORE_SAMPLING, None), getattr(names, _AFTER_SAMPLING, None)
+
+
+def take_torch_compile_out(patcher: Any) -> bool:
+    """Take out how core's TorchCompileModel has a model compiled, since 2025; return whether it was there.
+
+    It adds a wrapper with a key (`comfy_api.torch_helpers`).
+    """
+    wrappers = getattr(patcher, "wrappers", {}).get("apply_model", {})
+    patcher.model_options.pop("torch_compile_kwargs", None)
+    return bool(wrappers.pop("torch.compile", None))
+
+
+def chooses_by_size(layer: nn.Module) -> bool:
+    """Whether a layer of scaled float8 multiplies its scale with what is smaller, weight or input."""
+    function = getattr(type(layer), FP8_FORWARD, None)
+    if getattr(layer, FP8_SCALE, None) is None or not inspect.isfunction(function):
+        return False
+    return inspect.getclosurevars(function).nonlocals.get(FP8_PRODUCTS) is False

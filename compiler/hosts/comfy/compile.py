@@ -1,0 +1,117 @@
+"""Compiled regions in ComfyUI's objects.
+
+Everything goes through ComfyUI's own means: a clone of the ModelPatcher, and an object patch on the method
+by which ComfyUI enters the network. State-dict keys, LoRA keys, other clones and the original stay as they
+are, and ComfyUI takes the patch out again when it unloads the clone.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from ...compiled_model import CompiledModel
+from ...graph import CompiledGraph
+from . import comfy_compat, synthetic_calls
+from .coexistence import clone_without_ours
+from .host import HOST
+from .install import PatchedNetwork, install, lists_encoder
+from .request import ANYTHING, Request
+from .texts import network_kind, no_network_text
+
+
+def compile_model(patcher: Any, request: Request = ANYTHING) -> tuple[Any, str]:
+    """Return a clone of a ModelPatcher whose regions run compiled, and what to tell the person.
+
+    The clone shares the model and its weights with the original. If nothing can be compiled here the
+    original comes back, with the reason and the remedy. Raises only what ComfyUI raises to cancel a prompt.
+    """
+    if reason := comfy_compat.missing(patcher, comfy_compat.PATCHER_NEEDS):
+        return patcher, reason
+    network = getattr(patcher.model, "diffusion_model", None)
+    if network is None:
+        return patcher, f"not compiled: {type(patcher.model).__name__} has no diffusion model"
+    clone = clone_without_ours(patcher)
+    calls = {"forward": synthetic_calls.SamplingCall(clone, HOST)}
+    kind = network_kind(clone.model)
+    text = install(PatchedNetwork(clone, network, "diffusion_model.", calls, patcher.load_device, kind), request)
+    return (clone if graphs_in_use(clone) is not None else patcher), text
+
+
+def compile_vae(vae: Any, request: Request = ANYTHING, encode: bool | None = False) -> tuple[Any, str]:
+    """Return a copy of a `comfy.sd.VAE` whose regions run compiled, and what to tell the person.
+
+    The copy shares the network and its weights with the original, which is never touched, and has a
+    patcher of its own. The decoder is compiled, and the encoder too with `encode`; None means: if the
+    request's graphs have it. Otherwise as `compile_model`.
+    """
+    if getattr(vae, "first_stage_model", vae) is None:
+        return vae, "not compiled: the checkpoint has no VAE"
+    if reason := _missing_of_vae(vae):
+        return vae, reason
+    network = vae.first_stage_model
+    if encode is None:
+        encode = lists_encoder(network, [*request.graphs, *request.listed])
+    twin = copy.copy(vae)
+    twin.patcher = clone_without_ours(vae.patcher)
+    methods = ("decode", "encode") if encode else ("decode",)
+    calls = {method: synthetic_calls.coding_call(vae, method) for method in methods}
+    text = install(PatchedNetwork(twin.patcher, network, "", calls, vae.device, "VAE"), request)
+    return (twin if graphs_in_use(twin.patcher) is not None else vae), text
+
+
+def compile_control_net(control_net: Any, request: Request = ANYTHING) -> tuple[Any, str]:
+    """Return a copy of a `comfy.controlnet.ControlNet` whose regions run compiled, and what to tell the person.
+
+    The copy shares the network and its weights with the original, which is never touched, and has a patcher
+    of its own. Otherwise as `compile_model`.
+    """
+    patcher = patcher_of(control_net)
+    if patcher is None:
+        return control_net, f"not compiled: {no_network_text(control_net)}"
+    needs = comfy_compat.CONTROL_NET_NEEDS, comfy_compat.PATCHER_NEEDS
+    if reason := comfy_compat.missing(control_net, needs[0]) or comfy_compat.missing(patcher, needs[1]):
+        return control_net, reason
+    twin = control_net.copy()
+    twin.previous_controlnet = control_net.previous_controlnet
+    twin.control_model_wrapped = clone_without_ours(patcher)
+    calls = {"forward": synthetic_calls.control_call(control_net)}
+    network, device = control_net.control_model, patcher.load_device
+    text = install(PatchedNetwork(twin.control_model_wrapped, network, "", calls, device, "ControlNet"), request)
+    return (twin if graphs_in_use(twin.control_model_wrapped) is not None else control_net), text
+
+
+def _missing_of_vae(vae: Any) -> str:
+    own = comfy_compat.missing(vae, comfy_compat.VAE_NEEDS)
+    return own or comfy_compat.missing(vae.patcher, comfy_compat.PATCHER_NEEDS)
+
+
+def patcher_of(thing: Any) -> Any:
+    """Return the ModelPatcher of a MODEL, a VAE or a CONTROL_NET; None if a CONTROL_NET has none."""
+    if hasattr(thing, "get_control"):
+        return getattr(thing, comfy_compat.CONTROL_NET_PATCHER, None)
+    return getattr(thing, "patcher", thing)
+
+
+def compiled_model(thing: Any) -> CompiledModel | None:
+    """Return what a MODEL, VAE or CONTROL_NET was compiled as, or None."""
+    return _compiled(patcher_of(thing))
+
+
+def graphs_in_use(patcher: Any) -> list[CompiledGraph] | None:
+    """Return the graphs that a compiled ModelPatcher uses so far, or None if it is not compiled."""
+    compiled = _compiled(patcher)
+    return None if compiled is None else compiled.graphs()
+
+
+def finish(patcher: Any) -> None:
+    """Wait until what a ModelPatcher compiles in the background is done. The person can cancel."""
+    compiled = _compiled(patcher)
+    if compiled is not None and compiled.background is not None:
+        compiled.background.wait(HOST.check_cancelled)
+
+
+def _compiled(patcher: Any) -> CompiledModel | None:
+    patches = getattr(patcher, "object_patches", {}).values()
+    found = (getattr(patch, "compiled", None) for patch in patches)
+    return next((model for model in found if model is not None), None)

@@ -1,0 +1,304 @@
+"""Puts compiled regions into a ModelPatcher: choose, build, compile, attach."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...arrangement import Arrangement
+from ...backends import choose_backend
+from ...backends.base import Backend
+from ...background import Background
+from ...compiled_model import CompiledModel, Options
+from ...cuda_graph import can_capture
+from ...entrance import CodingEntrance, Entrance
+from ...fingerprint import fingerprint
+from ...graph import GraphIdentity
+from ...graph_supply import CannotCallAhead
+from ...probe import ModelCall
+from ...region import Region, find_regions, is_torch_compiled
+from ...region_kinds import Target
+from ...sampling import Announced
+from ...step_replay import StepReplay
+from . import comfy_compat, process, synthetic_calls
+from .coexistence import CALLBACKS_KEY, foreign_forward, free_regions, is_reached, set_torch_compile_aside, tidy_after
+from .host import HOST
+from .progress import BackgroundReport, ProgressReport
+from .request import Request
+from .texts import left_text, recording_line, status_text
+
+log = logging.getLogger(__name__)
+
+Report = ProgressReport | BackgroundReport
+
+
+@dataclass(frozen=True)
+class PatchedNetwork:
+    """A network, and the patcher of ours that its graphs go into."""
+
+    patcher: Any
+    network: nn.Module
+    prefix: str
+    """What the patcher puts before the names of the network's parts; empty for one that does not sample by itself."""
+    calls: Mapping[str, ModelCall]
+    """The methods by which ComfyUI enters the network, and how it would call them."""
+    device: torch.device
+    kind: str
+    """What people call the network in a workflow."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a network is not compiled, with the remedy."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is compiled of a target."""
+
+    regions: Sequence[Region]
+    backend: Backend
+    left: str
+    """What a person is told of what is left alone."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A compiled model that is not in its patcher yet."""
+
+    compiled: CompiledModel
+    wrappers: Sequence[Entrance]
+    status: Status
+
+
+class Status:
+    """Tells a person how a compiled model stands. Holds neither the model nor its wrappers."""
+
+    def __init__(self, request: Request, left: str) -> None:
+        self.refused: Sequence[str] = ()
+        """Why graphs of a file cannot serve here."""
+        self._request = request
+        self._left = left
+        self._wrappers: list[weakref.ref[Entrance]] = []
+
+    def follow(self, wrapper: Entrance) -> None:
+        """Tell of this wrapper's model from now on."""
+        self._wrappers.append(weakref.ref(wrapper))
+
+    def text(self) -> str:
+        """Return how things stand now; nothing once the model is gone."""
+        compiled = next((wrapper.compiled for wrapper in self._alive()), None)
+        if compiled is None:
+            return ""
+        lines = [status_text(compiled.summary(), self._request.source), *self.refused]
+        if compiled.background is not None and compiled.background.is_busy:
+            lines.append("compiling in the background")
+        if line := self.recording_line():
+            lines.append(line)
+        return "\n".join(lines) + self._left
+
+    def recording_line(self) -> str:
+        """Return how the steps of the last sampling were run."""
+        return next((line for each in self._alive() if (line := recording_line(each))), "")
+
+    def _alive(self) -> list[Entrance]:
+        return [found for reference in self._wrappers if (found := reference()) is not None]
+
+    def tell(self, line: str = "") -> None:
+        """Tell how things stand now, and this besides."""
+        if text := self.text():
+            self._request.on_change(f"{text}\n{line}" if line else text)
+
+
+def install(target: PatchedNetwork, request: Request) -> str:
+    """Compile a network and put the graphs into its patcher; return what to tell the person."""
+    chosen = _choose(target, request)
+    if isinstance(chosen, Refused):
+        return f"not compiled: {chosen.reason}"
+    built = _build(target, request, chosen)
+    _compile(target, request, built)
+    _attach(target, request, chosen, built)
+    return built.status.text()
+
+
+def lists_encoder(network: nn.Module, listed: Sequence[GraphIdentity]) -> bool:
+    """Whether graphs are listed that only a VAE's encoder has a use for."""
+    regions = find_regions(network) if listed else []
+    decoder, encoder = ({_fingerprint(r) for r in regions if is_reached(r, (m,))} for m in ("decode", "encode"))
+    return not (encoder - decoder).isdisjoint(identity.fingerprint for identity in listed)
+
+
+def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
+    """Return what is compiled and by which backend, or why nothing is."""
+    set_aside = set_torch_compile_aside(target.patcher)
+    regions, taken = free_regions(target.patcher, target.network, target.prefix, target.calls)
+    left = left_text(taken, target.network, set_aside)
+    backend, reason = choose_backend(_backend_name(request, regions), target.device)
+    if backend is None:
+        return Refused(reason)
+    if not regions:
+        return Refused(f"{type(target.network).__name__} has no block that can be compiled{left}")
+    return Chosen(regions, backend, left)
+
+
+def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:
+    """Return the compiled model, with what takes the place of the network's methods."""
+    status, registry = Status(request, chosen.left), process.registry()
+    compiles_later = request.background and registry.cache.workers is not None
+    options = Options(request.verify, Background(status.tell, HOST) if compiles_later else None, status.tell)
+    place = Target(target.device, chosen.backend, HOST)
+    compiled = CompiledModel(target.network, chosen.regions, place, registry.cache, options)
+    wrappers = [_wrapper(target, method, compiled) for method in target.calls]
+    for each in wrappers:
+        status.follow(each)
+    return Built(compiled, wrappers, status)
+
+
+def _wrapper(target: PatchedNetwork, method: str, compiled: CompiledModel) -> Entrance:
+    inner = foreign_forward(target.patcher, target.network, target.prefix + method, method)
+    kind = Entrance if method == "forward" else CodingEntrance
+    return kind(target.network, method, inner, compiled, _repeat)
+
+
+def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
+    return lambda twin, sizes: synthetic_calls.repeat(twin, method, args, dict(kwargs), sizes)
+
+
+def _compile(target: PatchedNetwork, request: Request, built: Built) -> None:
+    """Provide the graphs: from a file, then ahead of the first call, now or in the background."""
+    built.status.refused = built.compiled.load(request.graphs)
+    background = built.compiled.background
+    report = ProgressReport(request.node_id, request.on_progress)
+    if background is not None:
+        report = BackgroundReport(built.status.tell)
+    report.begin()
+    job = partial(_compile_ahead, built.compiled, [*request.graphs, *request.listed], target.calls, report)
+    if background is None:
+        job()
+    else:
+        background.submit("ahead", job)
+
+
+def _compile_ahead(
+    compiled: CompiledModel, listed: Sequence[GraphIdentity], calls: Mapping[str, ModelCall], report: Report
+) -> None:
+    """Compile what a file lists and what the calls will use."""
+    compiled.compile_listed(listed, report)
+    for method, call in calls.items() if compiled.summary().waiting else ():
+        try:
+            compiled.prepare(call, report, method)
+        except CannotCallAhead as reason:
+            log.info("A model is compiled when it first runs; it cannot be called ahead of it: %s", reason)
+
+
+def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Built) -> None:
+    """Put the wrappers into the patcher, and have it say when it samples."""
+    forwards = built.compiled.forwards()
+    play = _role(request, target.kind, built.compiled)
+    for each in built.wrappers:
+        each.on_call = play
+        if isinstance(each, CodingEntrance):
+            each.on_broken = built.status.tell
+        each.install_while_running(forwards)
+        target.patcher.add_object_patch(target.prefix + each.method, each)
+        tidy_after(each, target.network, each.method)
+    if target.prefix and comfy_compat.announces_samplings(target.patcher):
+        _announce_samplings(target, built)
+        _arrange_weights(target, chosen)
+        if request.record and chosen.backend.recording is not None:
+            _replay_steps(target, chosen, built)
+    play()
+
+
+def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
+    """Have the network looked at once a sampling, and not at each call."""
+    for each in built.wrappers:
+        each.sampling = sampling = Announced()
+        _call_around_samplings(target, sampling.begin, sampling.end)
+
+
+def _arrange_weights(target: PatchedNetwork, chosen: Chosen) -> None:
+    """Have the weights of convolutions in channels_last while the model samples."""
+    if target.device.type in HOST.arranged_on and any(HOST.arranges(r.module) for r in chosen.regions):
+        arrangement = Arrangement(target.network, target.device)
+        _call_around_samplings(target, arrangement.begin, arrangement.end)
+
+
+def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
+    """Let the steps of a sampling be captured and replayed, where nobody else has a hand in the network.
+
+    What they work in is given back when the sampling ends: ComfyUI counts it as free.
+    """
+    (entrance,), network = built.wrappers, target.network
+    if not can_capture(target.device) or entrance.inner is not None or _has_other_patches(target):
+        return
+    if not type(network).__module__.startswith("comfy.") or any(map(is_torch_compiled, network.modules())):
+        return
+    entrance.step_replay = replay = StepReplay(
+        network, HOST, target.device, built.compiled.counters, within=chosen.backend.recording
+    )
+    _call_around_samplings(target, None, SamplingEnd(replay, built.status))
+
+
+def _has_other_patches(target: PatchedNetwork) -> bool:
+    own = f"{target.prefix}forward"
+    return any(name.startswith(target.prefix) and name != own for name in target.patcher.object_patches)
+
+
+class SamplingEnd:
+    """Gives back the memory that captures work in, and tells the person if steps are run in another way than before."""
+
+    def __init__(self, replay: StepReplay, status: Status) -> None:
+        self._replay = replay
+        self._status = status
+        self._told = ""
+
+    def __call__(self) -> None:
+        self._replay.release_memory()
+        line = self._status.recording_line()
+        if line != self._told:
+            self._told = line
+            self._status.tell()
+
+
+def _call_around_samplings(target: PatchedNetwork, begin: Callable[[], None] | None, end: Callable[[], None]) -> None:
+    """Have functions called when a sampling of this patcher begins and ends."""
+    comfy_compat.call_around_samplings(
+        target.patcher, CALLBACKS_KEY, begin and (lambda patcher: begin()), lambda patcher: end()
+    )
+
+
+def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], None]:
+    """Return what to call when the model runs, so that the registry knows which workflows run it."""
+    reference, registry = weakref.ref(compiled), process.registry()
+
+    def play() -> None:
+        if model := reference():
+            registry.assign(request.workflow(), f"{request.node_id}:{kind}", model)
+
+    return play
+
+
+def _backend_name(request: Request, regions: Iterable[Region]) -> str:
+    """Return the backend that a file's graphs for these regions have, or the one that was asked for."""
+    backends = {graph.fingerprint: graph.backend for graph in request.graphs}
+    for region in regions if backends else ():
+        if found := backends.get(_fingerprint(region)):
+            return found
+    return request.backend
+
+
+def _fingerprint(region: Region) -> str:
+    try:
+        return fingerprint(region.module, HOST)
+    except Exception:  # a block can hold anything, and anything can refuse to be looked at
+        return ""

@@ -1,0 +1,70 @@
+"""What a ComfyUI process has once: its registry of graphs, and what is warmed up for its first compile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+from ...attention import register_operator
+from ...backends import choose_backend
+from ...graph_cache import GraphCache
+from ...libraries import load_libraries
+from ...registry import Registry
+from ...store import StoreError, open_store
+from ...workers import Workers
+from . import comfy_compat, worker_setup
+from .host import HOST
+
+log = logging.getLogger(__name__)
+
+_registry_lock = threading.Lock()
+_WARMED: set[str] = set()
+
+
+def registry() -> Registry:
+    """Return this ComfyUI's registry, with graphs kept in its user folder.
+
+    The environment variable COMPILED_GRAPHS_STORE names another folder, or an fsspec URL.
+    """
+    with _registry_lock:  # a node and a request over HTTP may both be the first to ask
+        return _only_registry()
+
+
+@lru_cache(maxsize=1)
+def _only_registry() -> Registry:
+    try:
+        store = open_store(os.environ.get("COMPILED_GRAPHS_STORE") or _default_folder())
+    except StoreError as error:
+        log.warning("Compiled graphs go to ComfyUI's user folder, not where COMPILED_GRAPHS_STORE says: %s", error)
+        store = open_store(_default_folder())
+    return Registry(GraphCache(store, workers=Workers(worker_setup.setup, HOST)))
+
+
+def _default_folder() -> str:
+    if user := comfy_compat.user_directory():
+        return os.path.join(user, "compiled_graphs")
+    models = comfy_compat.models_directory() or str(Path.home())
+    return os.path.join(models, "compiled_graphs", "store")
+
+
+def warm_up(backend: str = "auto") -> None:
+    """Begin, in a thread, what the first compile, load and step of this process need to have in it: 2 to 6 seconds."""
+    if backend not in _WARMED:
+        _WARMED.add(backend)
+        threading.Thread(target=_warm_up, args=(backend,), name=f"warm up {backend}", daemon=True).start()
+
+
+def _warm_up(backend: str) -> None:
+    device = comfy_compat.torch_device()
+    chosen, _ = choose_backend(backend, device)
+    if chosen is None:
+        return
+    workers, store = registry().cache.workers, registry().cache.store
+    if workers is not None and workers.count > 1 and store is not None and not store.keys():
+        workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
+    register_operator()
+    chosen.warm_up()
+    load_libraries(device)

@@ -1,0 +1,218 @@
+"""Calls of ComfyUI's networks that were never made: what sampling or decoding would pass, at any size.
+
+A call goes to a skeleton of the network under fake tensors, to learn which graphs it wants (see `probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...host import Host
+from ...probe import ModelCall, Sizes
+from ...skeleton import skeleton
+from ...torch_compat import pytree
+from .comfy_compat import OPTIONS
+
+
+def repeat(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
+    """Repeat a call of a network's method at other sizes; if it bears no other batch than its own, at that one."""
+    # Stable Video Diffusion has its frames in the batch, and their number as an argument.
+    frames = kwargs.get("num_video_frames") or 1
+    try:
+        _call_resized(twin, method, args, kwargs, sizes, sizes.batch * frames)
+    except Exception:
+        _call_resized(twin, method, args, kwargs, sizes, _latent(args, kwargs).shape[0])
+
+
+def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """ControlNets are called by name."""
+    return args[0] if args else kwargs["x"]
+
+
+def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
+    """Call a network with empty tensors in place of a call's own, and without patches."""
+    kwargs = {name: {} if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
+    latent = _latent(args, kwargs)
+    context = kwargs.get("context")
+    tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
+    area = (sizes.frames, sizes.height, sizes.width)[-(latent.ndim - 2) :]
+    if latent.ndim == 5 and latent.shape[2] == 1:
+        area = (1, *area[1:])
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if shape and shape[0] == latent.shape[0]:
+            shape[0] = batch
+        if tensor.ndim == latent.ndim:
+            # A ControlNet's hint is a picture, several times as large as the latent.
+            shape[2:] = [side * max(own // other, 1) for side, own, other in zip(area, shape[2:], latent.shape[2:])]
+        elif tensor.ndim in (2, 3) and tokens is not None and shape[1] == tokens:
+            shape[1] = sizes.tokens
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
+    if method == "forward":
+        twin(*args, **kwargs)  # with hooks, unlike the method
+    else:
+        getattr(type(twin), method)(twin, *args, **kwargs)
+
+
+class SamplingCall:
+    """A call of the network as sampling would make it, from what the model says of itself.
+
+    Conditioning goes through the model's own `extra_conds` (`comfy.model_base.BaseModel`), so each
+    architecture gets its own inputs. The widths of text and pooled embeddings are read off its config.
+    """
+
+    def __init__(self, patcher: Any, host: Host) -> None:
+        self._model, self._device, self._host = patcher.model, patcher.load_device, host
+        self.classes = (type(patcher.model),)
+
+    def __call__(self, network: nn.Module, sizes: Sizes) -> None:
+        config = self._model.model_config.unet_config
+        widths = _text_width(config), _pooled_width(config)
+        try:
+            _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
+        except Exception:
+            if _latent_dimensions(self._model) < 3:
+                raise
+            # An image model on video latents takes one frame.
+            sizes = replace(sizes, frames=1)
+            _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
+
+
+def coding_call(vae: Any, method: str) -> ModelCall:
+    """Return a call of a VAE's network ("decode" or "encode") as `comfy.sd.VAE` would make it."""
+    dimensions = getattr(vae, "latent_dim", 2)
+
+    def call(network: nn.Module, sizes: Sizes) -> None:
+        # A video VAE says by functions of a length how much it compresses.
+        scale = vae.downscale_ratio if isinstance(vae.downscale_ratio, int | float) else vae.downscale_ratio[-1]
+        area = (sizes.frames, sizes.height, sizes.width)[-dimensions:]
+        channels = vae.latent_channels
+        if method == "encode":
+            channels, area = 3, (*area[:-2], *(side * scale for side in area[-2:]))
+        data = torch.empty((sizes.batch, channels, *area), dtype=vae.vae_dtype, device=vae.device)
+        getattr(type(network), method)(network, data)
+
+    return call
+
+
+def control_call(control_net: Any) -> ModelCall:
+    """Return a call of a ControlNet's network as `comfy.controlnet.ControlNet.get_control` would make it."""
+
+    def call(network: nn.Module, sizes: Sizes) -> None:
+        make = {"dtype": control_net.manual_cast_dtype or network.dtype, "device": control_net.load_device}
+        widths = _control_widths(network)
+        area = sizes.height, sizes.width
+        scale = control_net.compression_ratio if widths.hint_is_a_picture else 1
+        inputs = {
+            "x": torch.empty((sizes.batch, widths.latent, *area), **make),
+            "hint": torch.empty((sizes.batch, widths.hint, *(side * scale for side in area)), **make),
+            "timesteps": torch.empty((sizes.batch,), **make),
+            "context": torch.empty((sizes.batch, sizes.tokens, widths.text), **make),
+        }
+        if widths.pooled:
+            inputs["y"] = torch.empty((sizes.batch, widths.pooled), **make)
+        if widths.guidance:
+            inputs["guidance"] = torch.empty((sizes.batch,), **make)
+        network(**inputs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _ControlWidths:
+    """How many channels a ControlNet's inputs have; 0 for an input that it does without."""
+
+    latent: int
+    hint: int
+    text: int
+    pooled: int
+    guidance: bool = False
+    hint_is_a_picture: bool = True
+
+
+def _control_widths(network: nn.Module) -> _ControlWidths:
+    """Raises AttributeError for a network of another kind than UNet, SD3 or Flux."""
+    if hasattr(network, "controlnet_single_blocks"):  # comfy.ldm.flux.controlnet.ControlNetFlux
+        latent, params = network.img_in.in_features // 4, network.params
+        hint = network.pos_embed_input.in_features // 4 if network.latent_input else 3
+        return _ControlWidths(
+            latent, hint, params.context_in_dim, params.vec_in_dim, params.guidance_embed, not network.latent_input
+        )
+    if hasattr(network, "pos_embed_input"):  # comfy.cldm.mmdit.ControlNet
+        return _ControlWidths(
+            network.x_embedder.proj.in_channels,
+            network.pos_embed_input.proj.in_channels,
+            network.context_embedder.in_features,
+            network.y_embedder.mlp[0].in_features,
+            hint_is_a_picture=False,
+        )
+    context = next(m.to_k.in_features for name, m in network.named_modules() if name.endswith("attn2"))
+    pooled = network.label_emb[0][0].in_features if network.num_classes == "sequential" else 0
+    return _ControlWidths(network.in_channels, network.input_hint_block[0].in_channels, context, pooled)
+
+
+def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:
+    """Return a copy of a BaseModel around another network, with its own small buffers."""
+    rest = {name: child for name, child in model._modules.items() if name != "diffusion_model"}
+    base = model.__class__.__new__(model.__class__)
+    base.__dict__.update(model.__dict__)
+    base.__dict__["_modules"] = {
+        **{n: skeleton(c, host, lambda t: t) for n, c in rest.items()},
+        "diffusion_model": network,
+    }
+    return base
+
+
+def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, pooled_width: int) -> None:
+    area = (sizes.frames, sizes.height, sizes.width)[-_latent_dimensions(base) :]
+    latent = torch.empty((sizes.batch, base.latent_format.latent_channels, *area), device=device)
+    conditions = base.extra_conds(
+        noise=latent,
+        latent_image=latent,
+        device=device,
+        cross_attn=torch.empty((sizes.batch, sizes.tokens, text_width), device=device),
+        pooled_output=torch.empty((sizes.batch, pooled_width), device=device),
+        width=sizes.width * 8,
+        height=sizes.height * 8,
+        prompt_type="positive",
+        seed=0,
+    )
+    whole = (*area, *[0] * len(area))
+    inputs = {
+        name: condition.process_cond(batch_size=sizes.batch, device=device, area=whole).cond
+        for name, condition in conditions.items()
+    }
+    base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), **{OPTIONS: {}}, **inputs)
+
+
+def _latent_dimensions(model: nn.Module) -> int:
+    return getattr(model.latent_format, "latent_dimensions", 2)
+
+
+def _text_width(config: Mapping[str, Any]) -> int:
+    for name in ("context_dim", "context_in_dim", "text_dim", "joint_attention_dim", "cap_feat_dim", "cond_seq_dim",
+                 "caption_channels", "text_states_dim", "cross_attention_dim"):  # fmt: skip
+        width = config.get(name)
+        if isinstance(width, list):
+            width = width[0]
+        if isinstance(width, int):
+            return width
+    embedder = config.get("context_embedder_config") or {}
+    return embedder.get("params", {}).get("in_features", 4096)
+
+
+def _pooled_width(config: Mapping[str, Any]) -> int:
+    """A UNet's `adm_in_channels` is SDXL's pooled embedding and its sizes; a DiT's is the pooled width."""
+    if "vec_in_dim" in config:
+        return config["vec_in_dim"] or 768
+    if "context_embedder_config" in config:
+        return config.get("adm_in_channels") or 2048
+    return 1280

@@ -1,0 +1,484 @@
+"""Compiled regions in diffusers' pipelines.
+
+A pipeline's networks are compiled in place: people pass pipelines around, move them, and let diffusers, PEFT and
+accelerate change them. So each region looks, call by call, whether it is still what it was (see `dispatch`), and a
+network that two pipelines share is compiled once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...backends import choose_backend
+from ...compiled_model import CompiledModel
+from ...compiled_model import Options as CompileOptions
+from ...entrance import CodingEntrance, Entrance
+from ...files import open_regular, write_whole
+from ...graph import CompiledGraph, GraphIdentity
+from ...graph_cache import GraphCache
+from ...graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
+from ...graph_supply import CannotCallAhead
+from ...host import Host
+from ...probe import ModelCall
+from ...region import find_regions, is_torch_compiled
+from ...region_kinds import Target
+from ...registry import Registry
+from ...sampling import Scheduled
+from ...skeleton import skeleton
+from ...store import open_store
+from ...summary import Progress, Summary, log_progress
+from ...trust import Trust
+from . import synthetic_calls
+
+log = logging.getLogger(__name__)
+
+_TEXT_PARTS = ("text_encoder", "image_encoder")
+_OTHER_PARTS = ("safety_checker",)
+_STATE = "_compiled_graphs"
+
+
+class DiffusersHost(Host):
+    """diffusers with PEFT, accelerate and transformers."""
+
+    volatile_attributes = frozenset(
+        {_STATE, "_hf_hook", "_old_forward", "_diffusers_hook", "_is_hf_initialized", "gradient_checkpointing"}
+    )
+    settings = frozenset(
+        {
+            "processor",  # of attention
+            "scale",  # of an IP-Adapter
+            "_chunk_size",
+            "_chunk_dim",
+            # PEFT's layers
+            "scaling",
+            "merged_adapters",
+            "_active_adapter",
+            "_disable_adapters",
+        }
+    )
+    infrastructure = (
+        "diffusers.configuration_utils",
+        "diffusers.image_processor",
+        "diffusers.loaders",
+        "diffusers.models._modeling_parallel",
+        "diffusers.models.modeling_utils",
+        "diffusers.pipelines",
+        "diffusers.quantizers",
+        "diffusers.utils",
+        "transformers.modeling_utils",
+        "transformers.utils",
+    )
+
+    def setting(self, name: str, value: Any) -> Any:
+        """A config tells where it was read from as well, which is not what it computes."""
+        if name == "_internal_dict":
+            return {key: item for key, item in value.items() if not key.startswith("_")}
+        return value
+
+    def hook_acts(self, hook: Callable) -> bool:
+        """transformers puts hooks on its layers that collect attention maps, for a call that asks for them."""
+        capturing = sys.modules.get("transformers.utils.output_capturing")
+        if capturing is None or getattr(hook, "__module__", "") != capturing.__name__:
+            return True
+        try:
+            collected = capturing._active_collector.get()
+            return collected is not None and inspect.getclosurevars(hook).nonlocals["key"] in collected
+        except (AttributeError, KeyError, TypeError):
+            return True
+
+
+HOST = DiffusersHost()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `compile_pipe` can be told besides what to leave out."""
+
+    verify: bool = True
+    """Compare each graph with eager on its first call, and use it only if they agree."""
+    text_encoders: bool = False
+    """Compile text and image encoders as well. They run once an image."""
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """One file that `save_pipe` wrote."""
+
+    part: str
+    path: Path
+    graphs: int
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """What `load_pipe` found for one part."""
+
+    part: str
+    regions: int
+    """Kinds of region."""
+    loaded: int
+    """Kinds that are served from the files now."""
+    waiting: int
+    """Graphs for other regions than the part has now: another dtype or device, to which it may yet go."""
+
+
+@lru_cache(maxsize=1)
+def registry() -> Registry:
+    """Return this process's registry. COMPILED_GRAPHS_STORE names its store, else it is in the user's cache folder."""
+    return Registry(GraphCache(open_store(os.environ.get("COMPILED_GRAPHS_STORE") or str(_default_folder()))))
+
+
+def _default_folder() -> Path:
+    if os.name == "nt":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "compiled_graphs"
+
+
+def compile_pipe(
+    pipe: Any, *, backend: str = "auto", ignores: Iterable[str] = (), options: Options | None = None
+) -> Any:
+    """Compile the repeated blocks of a pipeline's networks, in place; return the pipeline.
+
+    Graphs are made when a network first runs, or by `save_pipe`; each serves any size and batch. `ignores` names
+    parts or prefixes of their names, such as "vae" or "vae.encoder". Parts that are None, have no blocks to compile
+    or were compiled by `torch.compile` are left as they are. Raises TypeError for what is no pipeline, and
+    ValueError for a backend that cannot run here or weights that were never loaded.
+    """
+    options = options or Options()
+    for name, network in _parts(pipe, ignores, options):
+        _install(name, network, pipe, backend, options)
+    return pipe
+
+
+def compile_module(module: nn.Module, *, backend: str = "auto", options: Options | None = None) -> nn.Module:
+    """Compile the repeated blocks of one network, such as `pipe.unet` or `pipe.vae.decoder`; return it."""
+    _install(type(module).__name__, module, module, backend, options or Options())
+    return module
+
+
+def restore_pipe(pipe: Any) -> Any:
+    """Take out what `compile_pipe` or `load_pipe` put into a pipeline. What another pipeline shares stays compiled."""
+    for _, network, part in _compiled_parts(pipe):
+        part.owners -= {pipe, network}
+        if not part.owners:
+            part.uninstall(network)
+    return pipe
+
+
+def save_pipe(
+    pipe: Any,
+    dir: str | os.PathLike,  # noqa: A002  OneDiffX's name
+    *,
+    ignores: Iterable[str] = (),
+    overwrite: bool = True,
+) -> list[SavedPart]:
+    """Write the graphs of a pipeline to a folder, one file for each part; return what was written.
+
+    Needs no run before it: what is not compiled yet is compiled now, from the networks' own configs. Variants that
+    runs used are saved too. Other files of the folder stay. Raises FileExistsError without `overwrite`, and
+    ValueError if there is nothing to save; no folder is made then.
+    """
+    ignores, folder = tuple(ignores), Path(dir)
+    if not any(_compiled_parts(pipe, ignores)):
+        compile_pipe(pipe, ignores=ignores)
+    parts = {name: (network, part) for name, network, part in _compiled_parts(pipe, ignores)}
+    paths = {name: folder / f"{name}{SUFFIX}" for name in parts}
+    if not overwrite and (taken := next((path for path in paths.values() if path.exists()), None)):
+        raise FileExistsError(f"{taken} is there already: choose another folder, or pass overwrite=True")
+    graphs = {name: part.all_graphs(network) for name, (network, part) in parts.items()}
+    graphs = {name: found for name, found in graphs.items() if found}
+    if not graphs:
+        raise ValueError(f"nothing of this {type(pipe).__name__} could be compiled, so there is nothing to save")
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_write(name, paths[name], found) for name, found in graphs.items()]
+
+
+def load_pipe(
+    pipe: Any,
+    dir: str | os.PathLike,  # noqa: A002  OneDiffX's name
+    *,
+    ignores: Iterable[str] = (),
+    options: Options | None = None,
+) -> list[LoadedPart]:
+    """Use the graphs of a folder that `save_pipe` wrote, compiled or not before; return what was found for each part.
+
+    Nothing is traced or compiled. Graphs of other dtypes or devices wait for when the pipeline goes there. Files from
+    another machine, which may not run here, are the list of what is compiled instead. Raises FileNotFoundError for a
+    folder that is not there, and GraphFileError for one without graph files, or with none for this pipeline.
+    """
+    options = options or Options()
+    stored, listed, backend = _read(Path(dir))
+    parts = dict(_parts(pipe, ignores, options))
+    for name, network in parts.items():
+        _install(name, network, pipe, backend, options)
+    found = [_load(name, network, stored, listed) for name, network in parts.items() if _part_of(network)]
+    if not any(part.loaded for part in found) and not _may_fit_later(parts.values(), [*stored, *listed]):
+        raise GraphFileError(
+            f"{dir} holds graphs of {_regions_text(stored, listed)}, and none of them is in this {type(pipe).__name__}:"
+            " it was saved from another pipeline"
+        )
+    return found
+
+
+def warmup(pipe: Any, sizes: Iterable[tuple[int, int]], **arguments: Any) -> None:
+    """Make one-step images of the given (height, width) in pixels, so that the first real ones wait for nothing.
+
+    `arguments` go to the pipeline; a prompt is made up if it takes one and gets none.
+    """
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    if "prompt" in accepted and not {"prompt", "prompt_embeds"} & arguments.keys():
+        arguments["prompt"] = ""
+    for height, width in sizes:
+        options = {"num_inference_steps": 1, "height": height, "width": width}
+        pipe(**{name: value for name, value in options.items() if name in accepted} | arguments)
+
+
+def summaries(pipe: Any) -> dict[str, Summary]:
+    """Return how things stand, for each compiled part of a pipeline."""
+    return {name: part.compiled.summary() for name, _, part in _compiled_parts(pipe)}
+
+
+class Part:
+    """What was put into one network."""
+
+    def __init__(self, name: str, compiled: CompiledModel, force_upcast: bool) -> None:
+        self.compiled = compiled
+        self.owners: weakref.WeakSet = weakref.WeakSet()
+        """Pipelines that had it compiled."""
+        self._name = name
+        self._force_upcast = force_upcast
+        self._ours: list[tuple[weakref.ref, Callable]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a network is not compiled."""
+
+    def __reduce__(self) -> tuple:
+        """A network that was pickled is not compiled."""
+        return type(None), ()
+
+    def install(self, network: nn.Module, entrance: Entrance) -> None:
+        """Put compiled regions into the network, and around them what tells them which call is running."""
+        for path, forward in self.compiled.forwards().items():
+            self._replace(network.get_submodule(path), forward)
+        entrance.inner = network.__dict__.get("forward")
+        self._replace(network, entrance)
+        setattr(network, _STATE, self)
+
+    def uninstall(self, network: nn.Module) -> None:
+        """Take them out again."""
+        for reference, ours in reversed(self._ours):
+            if (module := reference()) is not None:
+                _put_back(module, ours)
+        self._ours.clear()
+        network.__dict__.pop(_STATE, None)
+
+    def all_graphs(self, network: nn.Module) -> list[CompiledGraph]:
+        """Return the graphs in use, after compiling what the network's pipelines are known to ask for."""
+        graphs = _prepared(self._name, self.compiled, network)
+        if self._force_upcast and any(p.dtype == torch.float16 for p in network.parameters()):
+            twin = skeleton(network, HOST, _in_float32)
+            graphs += _prepared(f"{self._name} in float32", self.compiled.like(twin, find_regions(twin)), twin)
+        return list({graph.key: graph for graph in graphs}.values())
+
+    def _replace(self, module: nn.Module, ours: Callable) -> None:
+        self._ours.append((weakref.ref(module), ours))
+        module.forward = ours
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+
+
+def _prepared(name: str, compiled: CompiledModel, network: nn.Module) -> list[CompiledGraph]:
+    call = synthetic_calls.first_call(network)
+    if call is None:
+        cls = type(network).__name__
+        log.warning("%s is a %s, which is compiled when it first runs; run it before saving.", name, cls)
+    else:
+        try:
+            compiled.prepare(call, _log_progress, type(network).__name__)
+        except CannotCallAhead as reason:
+            log.warning("%s is compiled when it first runs; it cannot be called ahead of it: %s", name, reason)
+    return compiled.graphs()
+
+
+def _log_progress(progress: Progress) -> None:
+    log_progress(log, progress)
+
+
+def _parts(pipe: Any, ignores: Iterable[str], options: Options) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the networks of a pipeline that may be compiled, by the names by which they can be ignored."""
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping):
+        raise TypeError(f"{type(pipe).__name__} is no diffusers pipeline; for a single network there is compile_module")
+    ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
+    for component, module in components.items():
+        if not isinstance(module, nn.Module) or component.startswith(_OTHER_PARTS):
+            continue
+        if component.startswith(_TEXT_PARTS) and not options.text_encoders:
+            continue
+        for name, network in _networks(component, module):
+            if not any(name == ignored or name.startswith(f"{ignored}.") for ignored in ignores):
+                yield name, network
+
+
+def _compiled_parts(pipe: Any, ignores: Iterable[str] = ()) -> Iterator[tuple[str, nn.Module, Part]]:
+    for name, network in _parts(pipe, ignores, Options(text_encoders=True)):
+        if part := _part_of(network):
+            yield name, network, part
+
+
+def _networks(component: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what is called as a whole: a VAE's two halves, each of several ControlNets, or the component itself."""
+    halves = {half: getattr(module, half, None) for half in ("encoder", "decoder")}
+    if component.startswith(("vae", "movq", "vqgan")) and any(isinstance(half, nn.Module) for half in halves.values()):
+        yield from ((f"{component}.{n}", half) for n, half in halves.items() if isinstance(half, nn.Module))
+    elif isinstance(nets := getattr(module, "nets", None), nn.ModuleList):
+        yield from ((f"{component}.{number}", net) for number, net in enumerate(nets))
+    else:
+        yield component, module
+
+
+def _install(name: str, network: nn.Module, owner: Any, backend: str, options: Options) -> None:
+    part = _part_of(network)
+    if part and backend in ("auto", part.compiled.backend):
+        part.owners.add(owner)
+        return
+    owners = [owner, *(part.owners if part else ())]
+    if part:
+        part.uninstall(network)
+    if is_torch_compiled(network):
+        log.warning("%s is compiled by torch.compile already, and left so.", name)
+        return
+    regions = [region for region in find_regions(network) if HOST.module_is_clean(region.module)]
+    if not regions:
+        log.info("%s has no block that can be compiled.", name)
+        return
+    device = _execution_device(network, owner)
+    chosen, reason = choose_backend(backend, device)
+    if chosen is None:
+        raise ValueError(f"{name} cannot be compiled: {reason}")
+    target = Target(device, chosen, HOST)
+    compiled = CompiledModel(network, regions, target, registry().cache, CompileOptions(options.verify))
+    kind = CodingEntrance if _is_coder(network) else Entrance
+    entrance = kind(network, "forward", None, compiled, _repeat)
+    part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
+    part.owners.update(owners)
+    entrance.sampling = Scheduled(partial(_schedules, part.owners))
+    part.install(network, entrance)
+    registry().assign(type(owner).__name__, name, compiled)
+
+
+def _schedules(owners: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the timesteps of the pipelines' schedules: each run of a pipeline makes new ones."""
+    found = (getattr(getattr(owner, "scheduler", None), "timesteps", None) for owner in list(owners))
+    return [timesteps for timesteps in found if isinstance(timesteps, torch.Tensor)]
+
+
+def _part_of(network: nn.Module) -> Part | None:
+    return network.__dict__.get(_STATE)
+
+
+def _is_coder(network: nn.Module) -> bool:
+    return type(network).__name__ in ("Decoder", "Encoder", "DecoderTiny", "EncoderTiny", "TemporalDecoder")
+
+
+def _forces_upcast(pipe: Any, name: str) -> bool:
+    config = getattr(getattr(pipe, name.partition(".")[0], None), "config", None)
+    return bool(getattr(config, "force_upcast", False))
+
+
+def _execution_device(network: nn.Module, owner: Any) -> torch.device:
+    """Return where a network runs: an offloaded one's weights lie elsewhere."""
+    own = next(network.parameters()).device
+    if own.type == "meta" and not any("_hf_hook" in module.__dict__ for module in network.modules()):
+        raise ValueError(f"{type(network).__name__} has no weights yet (it is on the meta device): load them first")
+    device = torch.device(getattr(owner, "_execution_device", None) or own)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
+    return synthetic_calls.repeated_call(network, args, dict(kwargs))
+
+
+def _put_back(module: nn.Module, ours: Callable) -> None:
+    """Undo one replacement, also where accelerate has wrapped it since."""
+    before = getattr(ours, "inner", None)
+    if module.__dict__.get("forward") is ours:
+        module.__dict__.pop("forward")
+        if before is not None:
+            module.forward = before
+    elif module.__dict__.get("_old_forward") is ours:
+        module._old_forward = before or MethodType(type(module).forward, module)
+
+
+def _write(name: str, path: Path, graphs: Sequence[CompiledGraph]) -> SavedPart:
+    data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
+    write_whole(path, data)
+    return SavedPart(name, path, len(graphs), len(data))
+
+
+def _read(folder: Path) -> tuple[list[StoredGraph], list[GraphIdentity], str]:
+    """Return the graphs of a folder, those it only lists, and the backend they are for."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; save_pipe makes it")
+    stored: list[StoredGraph] = []
+    listed: list[GraphIdentity] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            with open_regular(path) as file:
+                graphs, found = read_or_list(file, Trust())
+        except (GraphFileError, OSError) as error:
+            log.warning("%s cannot be used; compiled instead: %s.", path, error)
+            continue
+        if found:
+            text = "%s was not made on this machine, so its %d graphs are compiled here instead."
+            log.warning(text, path, len(found))
+        stored += graphs
+        listed += found
+    if not stored and not listed:
+        raise GraphFileError(f"{folder} holds no graph file that can be used; save_pipe writes them")
+    return stored, listed, [*stored, *listed][0].backend
+
+
+def _load(name: str, network: nn.Module, stored: list[StoredGraph], listed: list[GraphIdentity]) -> LoadedPart:
+    compiled = _part_of(network).compiled
+    for reason in compiled.load(stored, keep=True):
+        log.warning("%s: %s.", name, reason)
+    if listed:
+        compiled.compile_listed(listed, _log_progress)
+    summary = compiled.summary()
+    if compiled.pending and not summary.loaded:
+        text = "%s: none of its graphs in the files is for the dtype and device it has now; it compiles when it runs."
+        log.warning(text, name)
+    return LoadedPart(name, summary.regions, summary.loaded, compiled.pending)
+
+
+def _may_fit_later(networks: Iterable[nn.Module], graphs: Iterable[GraphIdentity]) -> bool:
+    """Whether graphs are for regions of these classes, which another dtype or device may make theirs."""
+    classes = {type(region.module).__name__ for network in networks for region in find_regions(network)}
+    return any(graph.spec.region in classes for graph in graphs)
+
+
+def _regions_text(*graphs: Iterable[GraphIdentity]) -> str:
+    return ", ".join(sorted({graph.spec.region for group in graphs for graph in group}))

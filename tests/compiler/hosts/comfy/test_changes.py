@@ -1,0 +1,216 @@
+"""What other extensions change in a network after Compile Model: each sampling gives what it would give uncompiled."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.hosts.comfy import compile as host
+from torch import nn
+from torch.nn import functional
+
+NAME = "tiny_sd15"
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
+"""Relative error of a sampled latent; GPUs sample in half precision."""
+
+
+def convolutions(network):
+    return [module for module in network.modules() if isinstance(module, nn.Conv2d)]
+
+
+def tile(network, patch):
+    for layer in convolutions(network):
+        patch.setattr(layer, "padding_mode", "circular")
+
+
+def tile_by_method(network, patch):
+    """As seamless tiling nodes do, in one direction."""
+
+    def make(layer):
+        def conv_forward(x, weight, bias):
+            x = functional.pad(x, (layer.padding[1], layer.padding[1], 0, 0), mode="circular")
+            x = functional.pad(x, (0, 0, layer.padding[0], layer.padding[0]))
+            return functional.conv2d(x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+
+        return conv_forward
+
+    for layer in convolutions(network):
+        patch.setattr(layer, "_conv_forward", make(layer), raising=False)
+
+
+class Direction:
+    """What a tiling node leaves on each layer: a method of its own, and what that reads."""
+
+    def conv_forward(self, x, weight, bias):
+        x = functional.pad(x, self.padding_x, mode=self.mode_x)
+        x = functional.pad(x, self.padding_y, mode=self.mode_y)
+        return functional.conv2d(x, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+
+def tile_in(network, patch, x, y, bind):
+    for layer in convolutions(network):
+        patch.setattr(layer, "mode_x", "circular" if x else "constant", raising=False)
+        patch.setattr(layer, "mode_y", "circular" if y else "constant", raising=False)
+        patch.setattr(layer, "padding_x", (layer.padding[1], layer.padding[1], 0, 0), raising=False)
+        patch.setattr(layer, "padding_y", (0, 0, layer.padding[0], layer.padding[0]), raising=False)
+        patch.setattr(layer, "_conv_forward", bind(Direction.conv_forward, layer), raising=False)
+
+
+def edit_eps(network, patch):
+    for module in network.modules():
+        if isinstance(module, nn.GroupNorm | nn.LayerNorm):
+            patch.setattr(module, "eps", 0.5)
+
+
+def edit_heads(network, patch):
+    for module in network.modules():
+        if type(module).__name__ == "CrossAttention":
+            patch.setattr(module, "heads", module.heads // 2)
+
+
+def swap_class(network, patch):
+    blocks = [module for module in network.modules() if type(module).__name__ == "BasicTransformerBlock"]
+    cls = type(blocks[0])
+    other = type("Other", (cls,), {"forward": lambda self, *a, **k: cls.forward(self, *a, **k) * 0.5})
+    for block in blocks:
+        patch.setattr(block, "__class__", other)
+
+
+def replace_on_class(network, patch):
+    import comfy.ldm.modules.attention as attention
+
+    forward = attention.CrossAttention.forward
+    patch.setattr(attention.CrossAttention, "forward", lambda self, *a, **k: forward(self, *a, **k) * 0.5)
+
+
+def replace_attention(network, patch):
+    import comfy.ldm.modules.attention as attention
+
+    plain = attention.optimized_attention
+    patch.setattr(attention, "optimized_attention", lambda *a, **k: plain(*a, **k) * 0.5)
+
+
+def replace_torch_function(network, patch):
+    plain = functional.group_norm
+    patch.setattr(functional, "group_norm", lambda *a, **k: plain(*a, **k) * 0.5)
+
+
+CHANGES = [tile, tile_by_method, edit_eps, edit_heads, swap_class, replace_on_class, replace_attention,
+           replace_torch_function]  # fmt: skip
+
+
+def same(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item() <= BOUND
+
+
+@pytest.fixture
+def compiled(load, registry):
+    model = load(NAME)
+    return model, host.compile_model(model, host.Request("eager"))[0]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_after_compiling_shows(compiled, sample, monkeypatch, change):
+    model, fast = compiled
+    before = sample(fast, NAME)
+    with monkeypatch.context() as patch:
+        change(model.model.diffusion_model, patch)
+        theirs = sample(model, NAME)
+        assert not same(theirs, before)
+        assert same(sample(fast, NAME), theirs)
+    assert same(sample(fast, NAME), before)
+
+
+@pytest.mark.parametrize("bind", [types.MethodType, functools.partial])
+def test_attributes_that_a_replaced_method_reads_show(compiled, sample, monkeypatch, bind):
+    """Graphs of one direction were proven right, and the next prompt tiles in the other."""
+    model, fast = compiled
+    for x, y in ((True, True), (True, False), (False, True)):
+        with monkeypatch.context() as patch:
+            tile_in(model.model.diffusion_model, patch, x, y, bind)
+            for _ in range(2):
+                assert same(sample(fast, NAME), sample(model, NAME))
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_object_patch_of_a_number_shows(load, registry, sample, order):
+    model = load(NAME)
+
+    def patched(patcher):
+        clone = patcher.clone()
+        for path, module in model.model.diffusion_model.named_modules():
+            if isinstance(module, nn.LayerNorm):
+                clone.add_object_patch(f"diffusion_model.{path}.eps", 0.5)
+        return clone
+
+    request = host.Request("eager")
+    if order == "before":
+        fast = host.compile_model(patched(model), request)[0]
+    else:
+        fast = patched(host.compile_model(model, request)[0])
+    theirs = sample(patched(model), NAME)
+    assert not same(theirs, sample(model, NAME))
+    for _ in range(2):
+        assert same(sample(fast, NAME), theirs)
+
+
+def test_a_block_that_is_replaced_and_freed(compiled, sample):
+    model, fast = compiled
+    sample(fast, NAME)
+    block = model.model.diffusion_model.middle_block
+    twin = copy.deepcopy(block[0])
+    for weight in twin.parameters():
+        weight.data.mul_(0.5)
+    block[0] = twin
+    assert same(sample(fast, NAME), sample(model, NAME))
+    assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.middle_block.modules())
+
+
+def test_a_canary_sees_what_no_description_does(compiled, sample, monkeypatch, registry):
+    """A graph that goes wrong by itself, as one does whose kernels somebody replaced."""
+    from compiled_graphs.compiler import canary
+
+    model, fast = compiled
+    told = []
+    fast, _ = host.compile_model(model, host.Request("eager", on_change=told.append))
+    sample(fast, NAME)
+    entry = next(entry for kind in host.compiled_model(fast).kinds() for entry in kind.graphs)
+    good = entry.graph.executable
+    object.__setattr__(entry.graph, "executable", lambda *tensors: [output * 2 for output in good(*tensors)])
+    monkeypatch.setattr(canary, "CALLS", 1)
+    with totals.expect(retired=1):
+        for _ in range(20):
+            sample(fast, NAME)
+    assert same(sample(fast, NAME), sample(model, NAME))
+    assert any("failed its check" in line for line in told)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Count how often a compiled model is looked at."""
+    from compiled_graphs.compiler.compiled_model import CompiledModel
+
+    seen = []
+    follow = CompiledModel.follow
+    monkeypatch.setattr(CompiledModel, "follow", lambda self: seen.append(1) or follow(self))
+    return seen
+
+
+def test_a_network_is_looked_at_once_a_sampling(compiled, sample, looks):
+    _, fast = compiled
+    for _ in range(2):
+        sample(fast, NAME, steps=5)
+    once = hasattr(fast, "add_callback_with_key")
+    assert len(looks) == (2 if once else 10)
+
+
+def test_torch_is_as_it_was(compiled, sample):
+    _, fast = compiled
+    sample(fast, NAME)
+    state = torch.get_rng_state()
+    host.compile_model(fast, host.Request("eager"))
+    assert torch.equal(torch.get_rng_state(), state)
