@@ -200,7 +200,7 @@ def test_what_a_worker_cannot_compile_stays_eager_with_the_reason(model, sample,
 
 
 def test_nothing_is_traced_beside_a_running_model(model, sample, monkeypatch):
-    monkeypatch.setattr("compiled_graphs.compiler.registry.export_region", None)
+    monkeypatch.setattr("compiled_graphs.compiler.graph_cache.export_region", None)
     ours, _ = compiled(model)
     host.finish(ours)
     assert counters(ours).compiles == 3
