@@ -7,16 +7,40 @@ or lets people cancel overrides methods of this class. Nothing else in the compi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from .patches import PatchCall, RecordedPatches
+PatchCall = Callable[..., torch.Tensor]
+"""Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
+
+
+class RecordedPatches(Protocol):
+    """A call's patches, which run once, for an eager region. A graph then gets the results that they returned."""
+
+    error: str
+    """How the graph's arguments to a patch differ from the eager region's; empty if they agree."""
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        """The context arguments for the eager region."""
+        ...
+
+    def hand_over(self) -> None:
+        """Copy what the region left in its context into the call's own context."""
+        ...
+
+    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor: ...
 
 
 class Host:
     """A plain PyTorch program."""
+
+    folder: Path | None = None
+    """The folder of the host's code. What its subfolder `rules` holds decides what a graph is, and is part of each
+    graph's key. The rest decides which graphs a model needs. None for a host without code of its own."""
 
     context_arguments: frozenset[str] = frozenset()
     """Names of arguments that carry bookkeeping (step counts, patches) and no data. They stay out of graphs."""

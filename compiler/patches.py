@@ -12,34 +12,13 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .host import PatchCall
 from .options import Unknown
 from .signature import Unsupported
-
-PatchCall = Callable[..., torch.Tensor]
-"""Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
-
-
-class RecordedPatches(Protocol):
-    """A call's patches, which run once, for an eager region. A graph then gets the results that they returned."""
-
-    error: str
-    """How the graph's arguments to a patch differ from the eager region's; empty if they agree."""
-
-    @property
-    def context(self) -> Mapping[str, Any]:
-        """The context arguments for the eager region."""
-        ...
-
-    def hand_over(self) -> None:
-        """Copy what the region left in its context into the call's own context."""
-        ...
-
-    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor: ...
-
 
 _REPLACEMENT = "(str hook, str constants, Tensor q, Tensor k, Tensor v) -> Tensor"
 _OUTPUT = "(str hook, str constants, Tensor x) -> Tensor"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,7 @@ _UNET_MODULES = ("comfy.ldm.modules.diffusionmodules.openaimodel", "comfy.ldm.mo
 class ComfyHost(Host):
     """ComfyUI from mid-2024 on."""
 
+    folder = Path(__file__).resolve().parents[1]
     context_arguments = frozenset({OPTIONS})
     weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
     volatile_attributes = weight_hooks | {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from ...graph import CompiledGraph, GraphIdentity
 from ...graph_cache import GraphCache
 from ...graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
 from ...graph_supply import CannotCallAhead
-from ...host import Host
 from ...probe import ModelCall
 from ...region import find_regions, is_torch_compiled
 from ...region_kinds import Target
@@ -42,65 +40,12 @@ from ...store import open_store
 from ...summary import Progress, Summary, log_progress
 from ...trust import Trust
 from . import synthetic_calls
+from .host import HOST, STATE
 
 log = logging.getLogger(__name__)
 
 _TEXT_PARTS = ("text_encoder", "image_encoder")
 _OTHER_PARTS = ("safety_checker",)
-_STATE = "_compiled_graphs"
-
-
-class DiffusersHost(Host):
-    """diffusers with PEFT, accelerate and transformers."""
-
-    volatile_attributes = frozenset(
-        {_STATE, "_hf_hook", "_old_forward", "_diffusers_hook", "_is_hf_initialized", "gradient_checkpointing"}
-    )
-    settings = frozenset(
-        {
-            "processor",  # of attention
-            "scale",  # of an IP-Adapter
-            "_chunk_size",
-            "_chunk_dim",
-            # PEFT's layers
-            "scaling",
-            "merged_adapters",
-            "_active_adapter",
-            "_disable_adapters",
-        }
-    )
-    infrastructure = (
-        "diffusers.configuration_utils",
-        "diffusers.image_processor",
-        "diffusers.loaders",
-        "diffusers.models._modeling_parallel",
-        "diffusers.models.modeling_utils",
-        "diffusers.pipelines",
-        "diffusers.quantizers",
-        "diffusers.utils",
-        "transformers.modeling_utils",
-        "transformers.utils",
-    )
-
-    def setting(self, name: str, value: Any) -> Any:
-        """A config tells where it was read from as well, which is not what it computes."""
-        if name == "_internal_dict":
-            return {key: item for key, item in value.items() if not key.startswith("_")}
-        return value
-
-    def hook_acts(self, hook: Callable) -> bool:
-        """transformers puts hooks on its layers that collect attention maps, for a call that asks for them."""
-        capturing = sys.modules.get("transformers.utils.output_capturing")
-        if capturing is None or getattr(hook, "__module__", "") != capturing.__name__:
-            return True
-        try:
-            collected = capturing._active_collector.get()
-            return collected is not None and inspect.getclosurevars(hook).nonlocals["key"] in collected
-        except (AttributeError, KeyError, TypeError):
-            return True
-
-
-HOST = DiffusersHost()
 
 
 @dataclass(frozen=True)
@@ -279,7 +224,7 @@ class Part:
             self._replace(network.get_submodule(path), forward)
         entrance.inner = network.__dict__.get("forward")
         self._replace(network, entrance)
-        setattr(network, _STATE, self)
+        setattr(network, STATE, self)
 
     def uninstall(self, network: nn.Module) -> None:
         """Take them out again."""
@@ -287,7 +232,7 @@ class Part:
             if (module := reference()) is not None:
                 _put_back(module, ours)
         self._ours.clear()
-        network.__dict__.pop(_STATE, None)
+        network.__dict__.pop(STATE, None)
 
     def all_graphs(self, network: nn.Module) -> list[CompiledGraph]:
         """Return the graphs in use, after compiling what the network's pipelines are known to ask for."""
@@ -394,7 +339,7 @@ def _schedules(owners: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _part_of(network: nn.Module) -> Part | None:
-    return network.__dict__.get(_STATE)
+    return network.__dict__.get(STATE)
 
 
 def _is_coder(network: nn.Module) -> bool:
