@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from .compiler.errors import printable
-from .compiler.files import open_regular
-from .compiler.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
+from .compiler.common.errors import printable
+from .compiler.common.files import open_regular
 from .compiler.hosts.comfy.settings import store_limit
-from .compiler.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
-from .compiler.trust import Trust
+from .compiler.storage.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
+from .compiler.storage.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
+from .compiler.storage.trust import Trust
 
 KEY_SHOWN = 16
 """Characters of a key that a person is shown."""
@@ -63,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .compiler.doctor import examine
     from .compiler.hosts.comfy.doctor_facts import on_disk
+    from .compiler.registry.doctor import examine
 
     facts = examine(on_disk(Path(__file__).absolute().parent))
     for fact in facts:

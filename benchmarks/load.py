@@ -39,10 +39,10 @@ def main() -> None:
 
 def save(options: argparse.Namespace) -> None:
     """Compile, write a file, and start the process that loads it."""
-    from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
     from compiled_graphs.compiler.hosts.comfy import compile as host
-    from compiled_graphs.compiler.registry import Registry
-    from compiled_graphs.compiler.trust import Trust
+    from compiled_graphs.compiler.registry.registry import Registry
+    from compiled_graphs.compiler.storage.graph_file import StoredGraph, write_graphs
+    from compiled_graphs.compiler.storage.trust import Trust
 
     step.use_registry(Registry())
     compiled, text = host.compile_model(models.patcher(options.name, getattr(torch, options.dtype)))
@@ -64,11 +64,11 @@ def save(options: argparse.Namespace) -> None:
 
 def load(options: argparse.Namespace) -> None:
     """Load a file into a fresh model and time it and the first two steps."""
-    from compiled_graphs.compiler.graph_file import read_graphs
     from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.hosts.comfy import process
-    from compiled_graphs.compiler.registry import Registry
-    from compiled_graphs.compiler.trust import Trust
+    from compiled_graphs.compiler.registry.registry import Registry
+    from compiled_graphs.compiler.storage.graph_file import read_graphs
+    from compiled_graphs.compiler.storage.trust import Trust
 
     step.use_registry(Registry())
     if options.warm:

@@ -29,11 +29,11 @@ def main() -> None:
     parser.add_argument("name", choices=step.SIZES)
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
-    from compiled_graphs.compiler.counters import totals
-    from compiled_graphs.compiler.graph_cache import GraphCache
+    from compiled_graphs.compiler.common.counters import totals
+    from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
     from compiled_graphs.compiler.hosts.comfy import compile as host
-    from compiled_graphs.compiler.registry import Registry
-    from compiled_graphs.compiler.store import FolderStore
+    from compiled_graphs.compiler.registry.registry import Registry
+    from compiled_graphs.compiler.storage.store import FolderStore
 
     step.use_registry(Registry(GraphCache(FolderStore(tempfile.mkdtemp()))))
     patcher = models.patcher(options.name, getattr(torch, options.dtype))

@@ -53,9 +53,9 @@ def main() -> None:
 def measure(name: str) -> None:
     """Print microseconds for each kind of region, for a mean region, and for a recorded step."""
     from compiled_graphs.compiler.backends import BACKENDS
-    from compiled_graphs.compiler.backends.eager import EagerBackend
+    from compiled_graphs.compiler.backends.eager.backend import EagerBackend
     from compiled_graphs.compiler.hosts.comfy import compile as host
-    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.registry.registry import Registry
 
     backend = EagerBackend()
     backend.compile = lambda exported: Nothing()
@@ -100,10 +100,10 @@ def width(block) -> int:
 
 def recorded(network, patcher, name: str) -> tuple[float, float]:
     """Return microseconds that a recorded step takes on the host, its replay taken out, and those until its replay."""
-    from compiled_graphs.compiler.counters import Counters
-    from compiled_graphs.compiler.hosts.comfy.host import HOST
-    from compiled_graphs.compiler.running_call import RunningCall
-    from compiled_graphs.compiler.step_replay import StepReplay
+    from compiled_graphs.compiler.common.counters import Counters
+    from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+    from compiled_graphs.compiler.runtime.running_call import RunningCall
+    from compiled_graphs.compiler.runtime.step_replay import StepReplay
 
     class Silent:
         def __init__(self, call, pool) -> None:

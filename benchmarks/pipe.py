@@ -51,7 +51,7 @@ def main() -> None:
 
 def compile_and_save(folder: Path, options: argparse.Namespace) -> None:
     """Print times of eager and compiled images, and of compiling."""
-    from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.common.counters import totals
     from compiled_graphs.diffusers import compile_pipe, restore_pipe, save_pipe
 
     os.environ.setdefault("COMPILED_GRAPHS_STORE", str(folder.with_name("store")))
@@ -86,7 +86,7 @@ def compile_and_save(folder: Path, options: argparse.Namespace) -> None:
 
 def load(folder: Path) -> None:
     """Print how long it takes to load and to make the first image, in a process that has done neither."""
-    from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.common.counters import totals
     from compiled_graphs.diffusers import load_pipe
 
     pipe = pipeline()

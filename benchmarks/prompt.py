@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
-    from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.common.counters import totals
 
     home = Path(tempfile.mkdtemp())
     executor = prepare(home, options)
@@ -63,12 +63,12 @@ def prepare(home: Path, options: argparse.Namespace):
     import compiled_graphs
     import execution
     import folder_paths
-    from compiled_graphs.compiler.graph_cache import GraphCache
+    from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+    from compiled_graphs.compiler.compile_cache.worker_pool import Workers
     from compiled_graphs.compiler.hosts.comfy import process, worker_setup
-    from compiled_graphs.compiler.hosts.comfy.host import HOST
-    from compiled_graphs.compiler.registry import Registry
-    from compiled_graphs.compiler.store import FolderStore
-    from compiled_graphs.compiler.workers import Workers
+    from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+    from compiled_graphs.compiler.registry.registry import Registry
+    from compiled_graphs.compiler.storage.store import FolderStore
 
     import nodes
 

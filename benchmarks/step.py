@@ -110,14 +110,14 @@ def _plain(row: dict) -> dict:
 
 def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]], None]) -> None:
     """Print a table for one architecture, and keep its rows."""
-    from compiled_graphs.compiler.counters import totals
-    from compiled_graphs.compiler.graph_cache import GraphCache
+    from compiled_graphs.compiler.common.counters import totals
+    from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+    from compiled_graphs.compiler.compile_cache.worker_pool import Workers
     from compiled_graphs.compiler.hosts.comfy import compile as host
     from compiled_graphs.compiler.hosts.comfy import process, worker_setup
-    from compiled_graphs.compiler.hosts.comfy.host import HOST
-    from compiled_graphs.compiler.registry import Registry
-    from compiled_graphs.compiler.store import FolderStore
-    from compiled_graphs.compiler.workers import Workers
+    from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+    from compiled_graphs.compiler.registry.registry import Registry
+    from compiled_graphs.compiler.storage.store import FolderStore
 
     patcher = models.patcher(name, getattr(torch, options.dtype))
     store = FolderStore(tempfile.mkdtemp())
@@ -168,7 +168,7 @@ def sized(name: str, size: tuple[int, ...], patcher, options: dict | None = None
 
 def measure_size(name: str, size: tuple[int, ...], patcher, variants: dict, exact, options: argparse.Namespace) -> dict:
     """Return a row: what a step of each variant takes at one size, and how far from float32 it is."""
-    from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.common.counters import totals
 
     inputs = sized(name, size, patcher, image_prompt() if options.image_prompt else None)
     before = totals.compiles
@@ -239,7 +239,7 @@ def measure_peer(label: str, patcher, inputs: dict, options: argparse.Namespace)
 
 def peer_of(label: str, patcher):
     """Return a patcher that runs the same network in another way."""
-    from compiled_graphs.compiler.region import find_regions
+    from compiled_graphs.compiler.identity.regions import find_regions
 
     network, peer = patcher.model.diffusion_model, patcher.clone()
     if label == "channels_last":
@@ -286,7 +286,7 @@ def bound(seconds: int) -> Iterator[None]:
 
 def graph_ms(patcher, inputs: dict, repeats: int) -> float | None:
     """Return the median milliseconds of the network's call as a CUDA graph, None if it cannot be one."""
-    from compiled_graphs.compiler.cuda_graph import capture_on_gpu
+    from compiled_graphs.compiler.runtime.cuda_graph import capture_on_gpu
 
     seen = []
     with sampling(patcher) as model:

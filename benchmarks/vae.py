@@ -40,9 +40,9 @@ def main() -> None:
 @torch.inference_mode()
 def measure(name: str, options: argparse.Namespace) -> None:
     """Print a table for one VAE."""
-    from compiled_graphs.compiler.counters import totals
+    from compiled_graphs.compiler.common.counters import totals
     from compiled_graphs.compiler.hosts.comfy import compile as host
-    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.registry.registry import Registry
 
     step.use_registry(Registry())
     plain = models.vae(name, getattr(torch, options.dtype))

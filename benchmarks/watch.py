@@ -39,9 +39,9 @@ def main() -> None:
 
 def looks(network: torch.nn.Module) -> None:
     """Print the milliseconds of a look at a network, and of describing it."""
-    from compiled_graphs.compiler.fingerprint import Describer
-    from compiled_graphs.compiler.hosts.comfy.host import HOST
-    from compiled_graphs.compiler.region import find_regions
+    from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+    from compiled_graphs.compiler.identity.fingerprint import Describer
+    from compiled_graphs.compiler.identity.regions import find_regions
 
     regions = find_regions(network)
 
@@ -63,9 +63,9 @@ def looks(network: torch.nn.Module) -> None:
 
 def canary(name: str, patcher) -> None:
     """Print what a step takes with and without a comparison, called and replayed, and the share of that."""
-    from compiled_graphs.compiler import canary
     from compiled_graphs.compiler.hosts.comfy import compile as host
-    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.registry.registry import Registry
+    from compiled_graphs.compiler.runtime import canary
 
     step.use_registry(Registry())
     inputs = step.sized(name, SIZES[name], patcher)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.diffusers import compile_pipe, load_pipe, save_pipe
 
 

@@ -14,8 +14,8 @@ from .inputs import ANY
 from .report_picture import Row, Section, draw
 
 if TYPE_CHECKING:
-    from ..compiler.compiled_model import CompiledModel
-    from ..compiler.summary import KindInUse
+    from ..compiler.runtime.compiled_model import CompiledModel
+    from ..compiler.runtime.summary import KindInUse
 
 NOT_COMPILED = "not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup or Load Graph"
 NOT_TIMED = "Blocks are timed when they first run, with verify on: connect a picture made with this model to after."

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.backends import NAMES
-from ..compiler.graph import CompiledGraph
-from ..compiler.graph_file import SUFFIX, GraphFileError
 from ..compiler.hosts.comfy import graph_folder
+from ..compiler.identity.graph_spec import CompiledGraph
+from ..compiler.storage.graph_file import SUFFIX, GraphFileError
 from ..web_server import events
 from . import inputs
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import folder_paths
 
-from ..compiler.graph_file import SUFFIX
 from ..compiler.hosts.comfy.graph_folder import listed_files
+from ..compiler.storage.graph_file import SUFFIX
 from ..web_server import events
 from . import inputs
 from .compile_model import CompileModel

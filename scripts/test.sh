@@ -10,7 +10,7 @@ if [ "${1:-}" = fast ]; then
     shift
     which=(-m 'not server and not compiler')
     # Whole models, in ComfyUI and diffusers, and processes that compile: minutes.
-    for path in compiler/hosts compiler/test_workers.py test_examples.py; do
+    for path in compiler/hosts compiler/compile_cache/test_worker_pool.py test_examples.py; do
         which+=(--ignore "$ROOT/tests/$path")
     done
 fi

@@ -118,7 +118,12 @@ def test_archive_holds_only_what_the_nodes_need(archive):
     names = set(zipfile.ZipFile(archive).namelist())
     assert archive.name == f"{PROJECT['name']}-{PROJECT['version']}.zip"
     assert {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} <= names
-    assert {"nodes/__init__.py", "web_server/routes.py", "compiler/model.py", "web/compiled_graphs.js"} <= names
+    assert {
+        "nodes/__init__.py",
+        "web_server/routes.py",
+        "compiler/runtime/compiled_model.py",
+        "web/compiled_graphs.js",
+    } <= names
     assert "workflows/text_to_image.json" in names
     assert not [name for name in names if name.startswith(("tests/", ".ci/", "benchmarks/")) and name.endswith(".py")]
     assert not [name for name in names if "__pycache__" in name or name.startswith(".")]
@@ -226,16 +231,16 @@ def test_every_file_can_be_checked_out_on_windows_and_macos():
 
 @pytest.fixture
 def store(tmp_path):
-    from compiled_graphs.compiler.store import FolderStore
-    from compiled_graphs.compiler.trust import Trust
+    from compiled_graphs.compiler.storage.store import FolderStore
+    from compiled_graphs.compiler.storage.trust import Trust
 
     return FolderStore(tmp_path / "store", Trust(tmp_path / "trust"))
 
 
 def graph(number, size=1000):
-    from compiled_graphs.compiler.graph import GraphSpec
-    from compiled_graphs.compiler.graph_file import StoredGraph
-    from compiled_graphs.compiler.signature import Structure, graph_key
+    from compiled_graphs.compiler.identity.call_signature import Structure, graph_key
+    from compiled_graphs.compiler.identity.graph_spec import GraphSpec
+    from compiled_graphs.compiler.storage.graph_file import StoredGraph
 
     spec = GraphSpec("Block", "cpu", (), (), (), (), (True,), "[1, {}]")
     key = graph_key("fingerprint", Structure("[]", None, (), ()), [[number]], {})
@@ -243,7 +248,7 @@ def graph(number, size=1000):
 
 
 def test_written_names_work_on_windows_and_differ_beyond_case(store, tmp_path, monkeypatch):
-    from compiled_graphs.compiler import files
+    from compiled_graphs.compiler.common import files
 
     written = set()
 
@@ -423,10 +428,11 @@ def test_import_of_the_compiler_imports_no_inductor():
 import importlib, json, pkgutil, sys
 sys.path[:0] = json.loads(paths)
 import compiled_graphs.compiler as package
-for module in pkgutil.iter_modules(package.__path__):
-    importlib.import_module(f"{package.__name__}.{module.name}")
+for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+    if "hosts" not in module.name and "oneflow." not in module.name:
+        importlib.import_module(module.name)
 print(json.dumps(sorted(sys.modules)))
 """
     modules = python(script, paths=json.dumps(sys.path))
-    assert "compiled_graphs.compiler.trace" in modules
+    assert "compiled_graphs.compiler.tracing.export" in modules
     assert heavy(modules) == []

@@ -13,12 +13,12 @@ import pytest
 import torch
 from compiled_graphs import __main__ as command_line
 from compiled_graphs.__main__ import main
-from compiled_graphs.compiler import doctor
 from compiled_graphs.compiler.backends import BACKENDS
-from compiled_graphs.compiler.graph import GraphSpec
-from compiled_graphs.compiler.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
-from compiled_graphs.compiler.store import FolderStore
-from compiled_graphs.compiler.trust import Trust
+from compiled_graphs.compiler.identity.graph_spec import GraphSpec
+from compiled_graphs.compiler.registry import doctor
+from compiled_graphs.compiler.storage.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
+from compiled_graphs.compiler.storage.store import FolderStore
+from compiled_graphs.compiler.storage.trust import Trust
 from safetensors.numpy import save
 
 

@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def _facts() -> list[dict[str, str | bool]]:
-    from ..compiler.doctor import examine
     from ..compiler.hosts.comfy.doctor_facts import running
+    from ..compiler.registry.doctor import examine
 
     return [asdict(fact) for fact in examine(running())]

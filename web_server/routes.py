@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..compiler import bounded_json
-from ..compiler.graph_file import GraphFileError
+from ..compiler.common import bounded_json
 from ..compiler.hosts.comfy import graph_folder
+from ..compiler.storage.graph_file import GraphFileError
 from .events import prompt_queue
 from .explanations import explained
 from .prompt_server import has_route, prompt_server

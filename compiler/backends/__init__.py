@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..torch_compat import missing
+from ..common.torch_compat import missing
 from .base import Backend
 from .eager import EagerBackend
 from .inductor import Float8Backend, InductorBackend

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from ..graph import Executable, GraphSpec
-from ..trace import ExportedRegion
+from ..identity.graph_spec import Executable, GraphSpec
+from ..tracing.export import ExportedRegion
 
 
 class Backend(Protocol):

@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-from compiled_graphs.compiler import graph_cache as graph_cache_module
-from compiled_graphs.compiler import torch_compat
-from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.common import torch_compat
+from compiled_graphs.compiler.compile_cache import graph_cache as graph_cache_module
+from compiled_graphs.compiler.registry.registry import Registry
 
 
 @pytest.fixture(autouse=True)

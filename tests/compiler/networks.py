@@ -7,16 +7,16 @@ import weakref
 from types import MethodType
 
 import torch
-from compiled_graphs.compiler.backends.eager import EagerBackend
-from compiled_graphs.compiler.compiled_model import CompiledModel, Options
-from compiled_graphs.compiler.fingerprint import fingerprint
-from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.probe import Sizes, wanted_variants
-from compiled_graphs.compiler.region import find_regions
-from compiled_graphs.compiler.region_kinds import Target
-from compiled_graphs.compiler.running_call import RunningCall, entered
-from compiled_graphs.compiler.skeleton import tensor_slots
-from compiled_graphs.compiler.trace import export_region
+from compiled_graphs.compiler.backends.eager.backend import EagerBackend
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.identity.fingerprint import fingerprint
+from compiled_graphs.compiler.identity.regions import find_regions
+from compiled_graphs.compiler.runtime.compiled_model import CompiledModel, Options
+from compiled_graphs.compiler.runtime.region_kinds import Target
+from compiled_graphs.compiler.runtime.running_call import RunningCall, entered
+from compiled_graphs.compiler.tracing.export import export_region
+from compiled_graphs.compiler.tracing.shape_discovery import Sizes, wanted_variants
+from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 from torch import nn
 from torch.nn import functional
 

@@ -10,7 +10,7 @@ import comfy_browser
 import make_locales
 import pytest
 from compiled_graphs.compiler.hosts.comfy.settings import STORE_LIMIT
-from compiled_graphs.compiler.store import DEFAULT_LIMIT
+from compiled_graphs.compiler.storage.store import DEFAULT_LIMIT
 
 LIMIT, BACKGROUND, VERIFY = STORE_LIMIT, "CompiledGraphs.Background", "CompiledGraphs.Verify"
 

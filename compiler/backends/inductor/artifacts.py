@@ -16,13 +16,8 @@ from typing import Any
 
 import torch
 
-from ...torch_compat import (
-    CompiledArtifact,
-    aoti_compile_and_package,
-    aoti_load_package,
-    standalone_compile,
-)
-from ...trace import ExportedRegion
+from ...common.torch_compat import CompiledArtifact, aoti_compile_and_package, aoti_load_package, standalone_compile
+from ...tracing.export import ExportedRegion
 from .repeated_subgraphs import folded, tracing_once
 from .tuning import preferences, settings
 

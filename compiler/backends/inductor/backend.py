@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ...graph import Executable, GraphSpec
-from ...torch_compat import (
+from ...common.torch_compat import (
     FOR_CPUS,
     FOR_GPUS,
     INDUCTOR_WARM_UP,
@@ -32,7 +31,8 @@ from ...torch_compat import (
     missing,
     torch_key,
 )
-from ...trace import ExportedRegion
+from ...identity.graph_spec import Executable, GraphSpec
+from ...tracing.export import ExportedRegion
 from .artifacts import AotiPackage, Artifact
 
 OLDEST_TORCH = (2, 8)

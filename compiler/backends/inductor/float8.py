@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph import Executable, GraphSpec
-from ...torch_compat import FOR_FLOAT8, fake_mode, missing, scaled_mm, size_hint
-from ...trace import ExportedRegion
+from ...common.torch_compat import FOR_FLOAT8, fake_mode, missing, scaled_mm, size_hint
+from ...identity.graph_spec import Executable, GraphSpec
+from ...tracing.export import ExportedRegion
 from .backend import InductorBackend
 
 DTYPE = torch.float8_e4m3fn

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...torch_compat import (
+from ...common.torch_compat import (
     MissingName,
     free_symbols,
     invoke_subgraph,

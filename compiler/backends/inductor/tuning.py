@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from ...torch_compat import InductorChoices, ReductionHint, inductor_config, inductor_globals
+from ...common.torch_compat import InductorChoices, ReductionHint, inductor_config, inductor_globals
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ... import boot
-from ...graph import GraphSpec
-from ...trace import ExportedRegion
+from ...common import boot
+from ...identity.graph_spec import GraphSpec
+from ...tracing.export import ExportedRegion
 from .instances import Instances, memory_limit, pack
 from .program import portable
 from .worker_process import PACKAGE, WorkerProcess
@@ -143,7 +143,6 @@ class OneFlowBackend:
             "backend": self.name,
             "oneflow": probe(_python()).version,
             "device": named,
-            "translation": _translation(),
         }
 
     def warm_up(self) -> None:
@@ -254,14 +253,6 @@ def probe(python: str) -> Found:
 
 
 @lru_cache(maxsize=1)
-def _translation() -> str:
-    """Return a digest of the code that translates an exported graph to OneFlow."""
-    digest = hashlib.sha256()
-    for name in ("operators", "program", "instances"):
-        digest.update(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8").encode())
-    return digest.hexdigest()[:16]
-
-
 def report(device: Any) -> dict[str, int]:
     """Return how many graphs OneFlow has built for a device, how often it was reset, and in which process."""
     return engine(torch.device(device)).report()

@@ -391,7 +391,7 @@ def _host_attention(
     skip_reshape: bool,
     skip_output_reshape: bool,
 ) -> Any:
-    """Compute `compiler.attention.opaque_attention`. Every function that a host may choose computes this."""
+    """Compute `tracing.attention_op.opaque_attention`. Every function that a host may choose computes this."""
     if not skip_reshape:
         q, k, v = (_by_head(t, heads) for t in (q, k, v))
     if mask is not None:  # [queries, keys] or [batch, queries, keys]
@@ -405,7 +405,7 @@ def _host_attention(
 
 @_named("compiled_graphs.map_attention.default")
 def _map_attention(function: str, q: Any, k: Any, v: Any) -> Any:
-    """Compute `compiler.attention.opaque_map_attention`: each pixel of [batch, channels, ...] attends to all."""
+    """Compute `tracing.attention_op.opaque_map_attention`: each pixel of [batch, channels, ...] attends to all."""
     flat = [flow.transpose(flow.reshape(t, (t.shape[0], 1, t.shape[1], -1)), 2, 3) for t in (q, k, v)]
     return flow.reshape(flow.transpose(_attend(*flat, None, None), 2, 3), tuple(q.shape))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...signature import Unsupported
-from ...torch_compat import InputKind, OpOverload, OutputKind
-from ...trace import ExportedRegion
+from ...common.torch_compat import InputKind, OpOverload, OutputKind
+from ...identity.call_signature import Unsupported
+from ...tracing.export import ExportedRegion
 from .operators import OPERATORS
 
 DTYPES = {

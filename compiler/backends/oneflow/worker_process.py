@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ... import boot
-from ...jobs import CompileTimeout, compile_limit
+from ...common import boot
+from ...common.jobs import CompileTimeout, compile_limit
 from .serve import Arena, places, receive, send
 
 PATIENCE = 30.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...region import Region, find_regions, is_torch_compiled
+from ...identity.regions import Region, find_regions, is_torch_compiled
 from . import comfy_compat
 
 CALLBACKS_KEY = "compiled_graphs"

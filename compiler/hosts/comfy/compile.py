@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ...compiled_model import CompiledModel
-from ...graph import CompiledGraph
+from ...identity.graph_spec import CompiledGraph
+from ...runtime.compiled_model import CompiledModel
 from . import comfy_compat, synthetic_calls
 from .coexistence import clone_without_ours
-from .host import HOST
 from .install import PatchedNetwork, install, lists_encoder
 from .request import ANYTHING, Request
+from .rules.host import HOST
 from .texts import network_kind, no_network_text
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...verify import relative_error
+from ...common.compare import relative_error
 from . import comfy_compat
 from .comfy_compat import OPTIONS, PATCHES, STEP
 

@@ -7,7 +7,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
-from ...doctor import Surroundings, usual_device
+from ...registry.doctor import Surroundings, usual_device
 from . import comfy_compat
 
 _VERSION = re.compile(r"""^(?:__version__|version)\s*=\s*["']([^"']+)""", re.MULTILINE)

@@ -9,18 +9,10 @@ from pathlib import Path
 import folder_paths
 
 from ...backends import BACKENDS
-from ...files import open_regular, write_whole
-from ...graph import CompiledGraph
-from ...graph_file import (
-    SUFFIX,
-    Entry,
-    GraphFileError,
-    StoredGraph,
-    read_graphs,
-    read_or_list,
-    write_graphs,
-)
-from ...trust import Trust, UnusableKey
+from ...common.files import open_regular, write_whole
+from ...identity.graph_spec import CompiledGraph
+from ...storage.graph_file import SUFFIX, Entry, GraphFileError, StoredGraph, read_graphs, read_or_list, write_graphs
+from ...storage.trust import Trust, UnusableKey
 
 FOLDER = "compiled_graphs"
 _WRITING = threading.Lock()

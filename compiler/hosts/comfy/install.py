@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...arrangement import Arrangement
 from ...backends import choose_backend
 from ...backends.base import Backend
-from ...background import Background
-from ...compiled_model import CompiledModel, Options
-from ...cuda_graph import can_capture
-from ...entrance import CodingEntrance, Entrance
-from ...fingerprint import fingerprint
-from ...graph import GraphIdentity
-from ...graph_supply import CannotCallAhead
-from ...probe import ModelCall
-from ...region import Region, find_regions, is_torch_compiled
-from ...region_kinds import Target
-from ...sampling import Announced
-from ...step_replay import StepReplay
+from ...compile_cache.background_queue import Background
+from ...identity.fingerprint import fingerprint
+from ...identity.graph_spec import GraphIdentity
+from ...identity.regions import Region, find_regions, is_torch_compiled
+from ...runtime.channels_last_weights import Arrangement
+from ...runtime.compiled_model import CompiledModel, Options
+from ...runtime.cuda_graph import can_capture
+from ...runtime.graph_supply import CannotCallAhead
+from ...runtime.network_wrapper import CodingEntrance, Entrance
+from ...runtime.region_kinds import Target
+from ...runtime.sampling import Announced
+from ...runtime.step_replay import StepReplay
+from ...tracing.shape_discovery import ModelCall
 from . import comfy_compat, process, synthetic_calls
 from .coexistence import CALLBACKS_KEY, foreign_forward, free_regions, is_reached, set_torch_compile_aside, tidy_after
-from .host import HOST
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
+from .rules.host import HOST
 from .texts import left_text, recording_line, status_text
 
 log = logging.getLogger(__name__)

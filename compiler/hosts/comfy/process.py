@@ -8,15 +8,15 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
-from ...attention import register_operator
 from ...backends import choose_backend
-from ...graph_cache import GraphCache
-from ...libraries import load_libraries
-from ...registry import Registry
-from ...store import StoreError, open_store
-from ...workers import Workers
+from ...backends.cuda_warmup import load_libraries
+from ...compile_cache.graph_cache import GraphCache
+from ...compile_cache.worker_pool import Workers
+from ...registry.registry import Registry
+from ...storage.store import StoreError, open_store
+from ...tracing.attention_op import register_operator
 from . import comfy_compat, worker_setup
-from .host import HOST
+from .rules.host import HOST
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...summary import Progress, log_progress
+from ...runtime.summary import Progress, log_progress
 from . import comfy_compat
 
 log = logging.getLogger(__name__)

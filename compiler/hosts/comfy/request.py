@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...graph import GraphIdentity
-from ...graph_file import StoredGraph
+from ...identity.graph_spec import GraphIdentity
+from ...storage.graph_file import StoredGraph
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import logging
 import os
 from pathlib import Path
 
-from ...store import DEFAULT_LIMIT, gigabytes
+from ...storage.store import DEFAULT_LIMIT, gigabytes
 from .comfy_compat import SETTINGS_FILE
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...host import Host
-from ...probe import ModelCall, Sizes
-from ...skeleton import skeleton
-from ...torch_compat import pytree
+from ...common.host import Host
+from ...common.torch_compat import pytree
+from ...tracing.shape_discovery import ModelCall, Sizes
+from ...tracing.weightless_copy import skeleton
 from .comfy_compat import OPTIONS
 
 

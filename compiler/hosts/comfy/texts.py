@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ...entrance import Entrance
-from ...region import is_torch_compiled
-from ...summary import Summary
+from ...identity.regions import is_torch_compiled
+from ...runtime.network_wrapper import Entrance
+from ...runtime.summary import Summary
 
 
 def status_text(summary: Summary, source: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...host import Host
-from ...worker import Setup
+from ...common.host import Host
+from ...compile_cache.worker_main import Setup
 from . import comfy_compat
 
 
@@ -28,7 +28,7 @@ def setup(backend: str, device: torch.device) -> Setup:
 def begin(values: dict[str, Any]) -> Host:
     """Import ComfyUI with these options: they decide which functions its blocks call."""
     comfy_compat.set_start_options(values)
-    from .host import HOST
+    from .rules.host import HOST
 
     return HOST
 

@@ -22,25 +22,25 @@ import torch
 from torch import nn
 
 from ...backends import choose_backend
-from ...compiled_model import CompiledModel
-from ...compiled_model import Options as CompileOptions
-from ...entrance import CodingEntrance, Entrance
-from ...files import open_regular, write_whole
-from ...graph import CompiledGraph, GraphIdentity
-from ...graph_cache import GraphCache
-from ...graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
-from ...graph_supply import CannotCallAhead
-from ...probe import ModelCall
-from ...region import find_regions, is_torch_compiled
-from ...region_kinds import Target
-from ...registry import Registry
-from ...sampling import Scheduled
-from ...skeleton import skeleton
-from ...store import open_store
-from ...summary import Progress, Summary, log_progress
-from ...trust import Trust
+from ...common.files import open_regular, write_whole
+from ...compile_cache.graph_cache import GraphCache
+from ...identity.graph_spec import CompiledGraph, GraphIdentity
+from ...identity.regions import find_regions, is_torch_compiled
+from ...registry.registry import Registry
+from ...runtime.compiled_model import CompiledModel
+from ...runtime.compiled_model import Options as CompileOptions
+from ...runtime.graph_supply import CannotCallAhead
+from ...runtime.network_wrapper import CodingEntrance, Entrance
+from ...runtime.region_kinds import Target
+from ...runtime.sampling import Scheduled
+from ...runtime.summary import Progress, Summary, log_progress
+from ...storage.graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
+from ...storage.store import open_store
+from ...storage.trust import Trust
+from ...tracing.shape_discovery import ModelCall
+from ...tracing.weightless_copy import skeleton
 from . import synthetic_calls
-from .host import HOST, STATE
+from .rules.host import HOST, STATE
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...probe import ModelCall, Sizes
-from ...signature import forward_signature
-from ...torch_compat import pytree
+from ...common.torch_compat import pytree
+from ...identity.call_signature import forward_signature
+from ...tracing.shape_discovery import ModelCall, Sizes
 
 Inputs = dict[str, Any]
 Make = Callable[..., torch.Tensor]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.backends.inductor import InductorBackend
-from compiled_graphs.compiler.compiled_model import CompiledModel
-from compiled_graphs.compiler.graph_cache import GraphCache
-from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.region import find_regions
-from compiled_graphs.compiler.region_kinds import Target
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.identity.regions import find_regions
+from compiled_graphs.compiler.runtime.compiled_model import CompiledModel
+from compiled_graphs.compiler.runtime.region_kinds import Target
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from compiled_graphs.compiler import torch_compat
 from compiled_graphs.compiler.backends.inductor import AotiPackage, Artifact, InductorBackend, artifacts
-from compiled_graphs.compiler.graph_cache import GraphCache
-from compiled_graphs.compiler.graph_file import StoredGraph, write_graphs
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.store import FolderStore
-from compiled_graphs.compiler.torch_compat import Need
-from compiled_graphs.compiler.trust import Trust
+from compiled_graphs.compiler.common import torch_compat
+from compiled_graphs.compiler.common.torch_compat import Need
+from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.storage.graph_file import StoredGraph, write_graphs
+from compiled_graphs.compiler.storage.store import FolderStore
+from compiled_graphs.compiler.storage.trust import Trust
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import WIDTH, ConvolutionNetwork, StreamNetwork, compile_network, export, sizes, transformer, weights_of
 

@@ -8,12 +8,12 @@ import threading
 
 import pytest
 import torch
-from compiled_graphs.compiler import torch_compat
 from compiled_graphs.compiler.backends.inductor import InductorBackend, backend
-from compiled_graphs.compiler.counters import Counters
-from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.running_call import RunningCall
-from compiled_graphs.compiler.step_replay import FEWEST_STEPS, StepReplay
+from compiled_graphs.compiler.common import torch_compat
+from compiled_graphs.compiler.common.counters import Counters
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.runtime.running_call import RunningCall
+from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, StepReplay
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import CPU, WIDTH, transformer, weights_of
 from recorders import repeat

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.backends.inductor import InductorBackend
 from compiled_graphs.compiler.backends.inductor.float8 import (
     FEWEST_ROWS,
@@ -12,13 +12,13 @@ from compiled_graphs.compiler.backends.inductor.float8 import (
     Float8Executable,
     quantize_linears,
 )
-from compiled_graphs.compiler.compiled_model import CompiledModel
-from compiled_graphs.compiler.graph_cache import GraphCache
-from compiled_graphs.compiler.host import Host
-from compiled_graphs.compiler.region import find_regions
-from compiled_graphs.compiler.region_kinds import Target
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.verify import BOUNDS, relative_error
+from compiled_graphs.compiler.common.compare import BOUNDS, relative_error
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.identity.regions import find_regions
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.runtime.compiled_model import CompiledModel
+from compiled_graphs.compiler.runtime.region_kinds import Target
 from networks import CPU, compile_network
 from torch import nn
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compiled_graphs.compiler import torch_compat
 from compiled_graphs.compiler.backends.inductor import Artifact, artifacts, repeated_subgraphs
 from compiled_graphs.compiler.backends.inductor.repeated_subgraphs import FEWEST, RepeatedSpan, folded, tracing_once
+from compiled_graphs.compiler.common import torch_compat
 from networks import WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
 from torch import nn
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph

@@ -7,7 +7,12 @@ import pytest
 import sympy
 import torch
 from compiled_graphs.compiler.backends.inductor import tuning
-from compiled_graphs.compiler.torch_compat import InductorChoices, ReductionHint, inductor_config, inductor_globals
+from compiled_graphs.compiler.common.torch_compat import (
+    InductorChoices,
+    ReductionHint,
+    inductor_config,
+    inductor_globals,
+)
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import WIDTH, Stack, TransformerBlock
 from torch import nn

@@ -18,12 +18,12 @@ import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS, choose_backend
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend, backend, worker_process
-from compiled_graphs.compiler.graph_cache import GraphCache
-from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.signature import Unsupported
-from compiled_graphs.compiler.store import FolderStore
-from compiled_graphs.compiler.trust import Trust
+from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.identity.call_signature import Unsupported
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
+from compiled_graphs.compiler.storage.store import FolderStore
+from compiled_graphs.compiler.storage.trust import Trust
 from networks import (
     CPU,
     WIDTH,

@@ -7,12 +7,12 @@ import operator
 
 import pytest
 import torch
-from compiled_graphs.compiler import attention
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
 from compiled_graphs.compiler.backends.oneflow.operators import OPERATORS
-from compiled_graphs.compiler.gpu_functions import group_norm_by_channel
-from compiled_graphs.compiler.graph import GraphSpec, InputSpec
-from compiled_graphs.compiler.trace import ExportedRegion
+from compiled_graphs.compiler.identity.graph_spec import GraphSpec, InputSpec
+from compiled_graphs.compiler.tracing import attention_op as attention
+from compiled_graphs.compiler.tracing.decompositions import group_norm_by_channel
+from compiled_graphs.compiler.tracing.export import ExportedRegion
 from torch import nn
 
 attention.register_operator()

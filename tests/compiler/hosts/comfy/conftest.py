@@ -33,7 +33,7 @@ sys.argv = _arguments
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # noqa: E402
 from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
-from compiled_graphs.compiler.registry import Registry  # noqa: E402
+from compiled_graphs.compiler.registry.registry import Registry  # noqa: E402
 
 TEXT_WIDTHS = {
     "tiny_sd15": 768,

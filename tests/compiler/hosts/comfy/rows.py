@@ -21,7 +21,7 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.t2i_adapter.adapter
 import torch
-from compiled_graphs.compiler.region import find_regions
+from compiled_graphs.compiler.identity.regions import find_regions
 
 UNETS = ("tiny_sd15", "tiny_sdxl")
 SD15 = ("tiny_sd15",)

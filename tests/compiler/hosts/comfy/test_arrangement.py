@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy.host import HOST
-from compiled_graphs.compiler.layout import has_layouts
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.identity.memory_format import has_layouts
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 

@@ -11,13 +11,13 @@ import weakref
 import comfy.model_management
 import pytest
 import torch
-from compiled_graphs.compiler.counters import totals
-from compiled_graphs.compiler.graph_cache import GraphCache
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.compile_cache.worker_pool import WorkerError, Workers
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import process, worker_setup
-from compiled_graphs.compiler.hosts.comfy.host import HOST
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.workers import WorkerError, Workers
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.registry.registry import Registry
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 WAITING = "compiling in the background"
@@ -200,7 +200,7 @@ def test_what_a_worker_cannot_compile_stays_eager_with_the_reason(model, sample,
 
 
 def test_nothing_is_traced_beside_a_running_model(model, sample, monkeypatch):
-    monkeypatch.setattr("compiled_graphs.compiler.graph_cache.export_region", None)
+    monkeypatch.setattr("compiled_graphs.compiler.compile_cache.graph_cache.export_region", None)
     ours, _ = compiled(model)
     host.finish(ours)
     assert counters(ours).compiles == 3

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from torch import nn
 from torch.nn import functional
@@ -172,7 +172,7 @@ def test_a_block_that_is_replaced_and_freed(compiled, sample):
 
 def test_a_canary_sees_what_no_description_does(compiled, sample, monkeypatch, registry):
     """A graph that goes wrong by itself, as one does whose kernels somebody replaced."""
-    from compiled_graphs.compiler import canary
+    from compiled_graphs.compiler.runtime import canary
 
     model, fast = compiled
     told = []
@@ -192,7 +192,7 @@ def test_a_canary_sees_what_no_description_does(compiled, sample, monkeypatch, r
 @pytest.fixture
 def looks(monkeypatch):
     """Count how often a compiled model is looked at."""
-    from compiled_graphs.compiler.compiled_model import CompiledModel
+    from compiled_graphs.compiler.runtime.compiled_model import CompiledModel
 
     seen = []
     follow = CompiledModel.follow

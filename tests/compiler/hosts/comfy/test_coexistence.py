@@ -7,9 +7,9 @@ import copy
 import comfy.model_management
 import pytest
 import torch
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy.host import HOST
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from torch import nn
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4

@@ -12,7 +12,7 @@ import torch
 from compiled_graphs.compiler.hosts.comfy import coexistence, comfy_compat, doctor_facts, process, worker_setup
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.deep_cache import Settings, use_deep_cache
-from compiled_graphs.compiler.hosts.comfy.host import HOST
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from torch import nn
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4

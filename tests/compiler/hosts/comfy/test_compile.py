@@ -11,7 +11,7 @@ import comfy.model_patcher
 import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4

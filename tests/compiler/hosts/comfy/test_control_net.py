@@ -7,11 +7,11 @@ import comfy.model_patcher
 import comfy.ops
 import pytest
 import torch
-from compiled_graphs.compiler.counters import totals
-from compiled_graphs.compiler.graph_file import StoredGraph
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import process
-from compiled_graphs.compiler.hosts.comfy.host import HOST
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.storage.graph_file import StoredGraph
 from rows import adapter, control_net, controlled_by_lora, fill, hinted
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4

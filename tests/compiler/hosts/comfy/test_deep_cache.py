@@ -7,7 +7,7 @@ import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.deep_cache import Comparison, DeepCache, Settings, unusable, use_deep_cache
-from compiled_graphs.compiler.hosts.comfy.host import HOST
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from rows import control_net, hinted
 from torch import nn
 

@@ -10,13 +10,13 @@ import comfy.model_management
 import comfy.ops
 import pytest
 import torch
-from compiled_graphs.compiler.fingerprint import Describer
+from compiled_graphs.compiler.compile_cache.worker_pool import Workers
 from compiled_graphs.compiler.hosts.comfy import synthetic_calls, worker_setup
-from compiled_graphs.compiler.hosts.comfy.host import HOST
-from compiled_graphs.compiler.probe import wanted_variants
-from compiled_graphs.compiler.region import find_regions
-from compiled_graphs.compiler.skeleton import tensor_slots
-from compiled_graphs.compiler.workers import Workers
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.identity.fingerprint import Describer
+from compiled_graphs.compiler.identity.regions import find_regions
+from compiled_graphs.compiler.tracing.shape_discovery import wanted_variants
+from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 
 NAMES = ["tiny_sd15", "tiny_sd15_inpaint", "tiny_svd", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 from comfy.ldm.modules import attention
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install, process
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.step_replay import StepReplay
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from recorders import repeat
 from rows import COLUMNS, ROWS, Missing, unchanged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.backends.oneflow import backend
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 
 pytestmark = pytest.mark.oneflow

@@ -8,7 +8,7 @@ import comfy.utils
 import pytest
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.progress import BEGINNING, ProgressReport, in_words, progress_text
-from compiled_graphs.compiler.summary import Progress
+from compiled_graphs.compiler.runtime.summary import Progress
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from compiled_graphs.compiler import step_replay as step_replay_module
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install
-from compiled_graphs.compiler.step_replay import StepReplay
+from compiled_graphs.compiler.runtime import step_replay as step_replay_module
+from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from recorders import repeat
 from rows import adapted, control_net, hinted, low_rank
 

@@ -13,12 +13,12 @@ import comfy.model_management
 import comfy.sd
 import pytest
 import torch
-from compiled_graphs.compiler.counters import totals
-from compiled_graphs.compiler.graph_file import StoredGraph, read_graphs, write_graphs
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import process
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.trust import Trust
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
+from compiled_graphs.compiler.storage.trust import Trust
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of an image."""

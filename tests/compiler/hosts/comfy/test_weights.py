@@ -8,7 +8,7 @@ import comfy.sd
 import comfy.utils
 import pytest
 import torch
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from rows import adapted, low_rank
 from torch import nn

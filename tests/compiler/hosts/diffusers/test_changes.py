@@ -10,7 +10,7 @@ import pipelines
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.diffusers import pipeline as host
-from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.diffusers import compile_pipe
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.nn import functional

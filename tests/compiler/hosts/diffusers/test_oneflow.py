@@ -7,9 +7,9 @@ import pipelines
 import pytest
 import torch
 from compiled_graphs.compiler.backends.oneflow import backend
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.diffusers import pipeline as host
-from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.diffusers import compile_pipe, load_pipe, save_pipe, summaries
 
 pytestmark = pytest.mark.oneflow

@@ -15,11 +15,11 @@ import numpy
 import pipelines
 import pytest
 import torch
-from compiled_graphs.compiler import environment
-from compiled_graphs.compiler.counters import totals
-from compiled_graphs.compiler.graph_file import SUFFIX, GraphFileError
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.compile_cache import key
 from compiled_graphs.compiler.hosts.diffusers import pipeline as host
-from compiled_graphs.compiler.registry import Registry
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.storage.graph_file import SUFFIX, GraphFileError
 from compiled_graphs.diffusers import (
     Options,
     compile_module,
@@ -467,9 +467,9 @@ def test_graphs_wait_for_the_dtype_that_the_pipeline_goes_to(graphs, restart, tm
 def test_files_of_another_environment_name_the_field_that_differs(graphs, restart, tmp_path, monkeypatch, caplog):
     save_pipe(eagerly_compiled(pipelines.sd15(), ignores=("unet",)), tmp_path)
     restart()
-    monkeypatch.setattr(environment, "tracing_version", lambda: "another")
+    monkeypatch.setattr(key, "code_version", lambda folder: "another")
     load_pipe(pipelines.sd15(), tmp_path)
-    assert any("made for tracing" in message and "and this is another" in message for message in caplog.messages)
+    assert any("made for identity" in message and "and this is another" in message for message in caplog.messages)
 
 
 def test_not_overwriting_is_said_and_changes_nothing(graphs, tmp_path):

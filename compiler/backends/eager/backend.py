@@ -1,0 +1,56 @@
+"""The reference backend: runs an exported graph operator by operator.
+
+It shows whether a region was traced rightly, independent of any code generator, and it needs no compiler
+on the machine.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from ...identity.graph_spec import GraphSpec
+from ...tracing.export import ExportedRegion
+
+
+class EagerExecutable:
+    """An exported program, run as it is."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        self._program = program
+        self._run = program.graph_module
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [output for output in self._run(*tensors) if output is not None]
+
+    def to_bytes(self) -> bytes:
+        self._program.example_inputs = None  # fake tensors, which torch.export cannot read back
+        buffer = io.BytesIO()
+        torch.export.save(self._program, buffer)
+        return buffer.getvalue()
+
+
+class EagerBackend:
+    """Satisfies `Backend`."""
+
+    name = "eager"
+    recording = nullcontext
+    grows = False
+
+    def available(self, device: torch.device) -> str | None:
+        return None
+
+    def environment(self, device: torch.device) -> dict[str, str]:
+        return {"backend": self.name, "torch": torch.__version__, "device": device.type}
+
+    def warm_up(self) -> None:
+        pass
+
+    def compile(self, exported: ExportedRegion) -> EagerExecutable:
+        return EagerExecutable(exported.program)
+
+    def load(self, data: bytes, spec: GraphSpec) -> EagerExecutable:
+        return EagerExecutable(torch.export.load(io.BytesIO(data)))

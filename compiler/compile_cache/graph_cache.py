@@ -1,0 +1,410 @@
+"""Graphs in memory: each once per process, by key. They come from memory, the store, a file or a compiler.
+
+Graphs hold no weights and are kept strongly, within a bound. The cache knows no model: a model asks for the graph of
+a request, and tells what it found out about which graphs a call wants.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ..backends.base import Backend
+from ..common import bounded_json
+from ..common.counters import Counters
+from ..common.errors import one_line, printable
+from ..common.host import Host
+from ..common.jobs import CompileJobs, side_by_side
+from ..common.timing import Timing
+from ..identity.call_signature import Unsupported, graph_key
+from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
+from ..storage.base import Store
+from ..storage.graph_file import StoredGraph
+from ..tracing import attention_op as attention
+from ..tracing import patch_ops as patches
+from ..tracing.export import Variant, export_region
+from ..tracing.side_effects import untouched
+from ..tracing.weightless_copy import tensor_slots
+from .key import environment
+from .worker_pool import WorkerError, Workers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_GRAPHS = 256
+"""Graphs kept in memory: an SDXL UNet has 14, of 6 MB each. Others come back from the store."""
+MAX_STRUCTURES = 8
+"""Structures of call per kind of region. A number that changes at every step must not compile at every step."""
+
+
+@dataclass(eq=False)
+class CacheEntry:
+    """A graph and what this process has learned of it."""
+
+    graph: CompiledGraph
+    source: str = ""
+    """Where this process had it from: "compiled", "disk" or "file"."""
+    seconds: float = 0.0
+    """What compiling or loading it took."""
+    size: int = 0
+    """Bytes of its executable as it is stored, or 0 where nobody has asked for them."""
+    verified: set[frozenset[str]] = field(default_factory=set)
+    """Sets of symbols that were 1 in a call that agreed with eager."""
+    retired: str | None = None
+    """Why the graph must not be used, once it has disagreed."""
+    is_evicted: bool = False
+    """Whether another graph is to take its place, under the same key."""
+    rejected: dict[frozenset[str], str] = field(default_factory=dict)
+    """By the names of patches: why the graph must not be used with them."""
+    timing: Timing | None = None
+    """What its region takes by it and eagerly, once it was checked."""
+
+    @property
+    def is_out(self) -> bool:
+        """Whether the graph must not run any more."""
+        return self.is_evicted or self.retired is not None
+
+
+class CompileIn(Enum):
+    """Which process compiles a graph that is nowhere yet."""
+
+    PROCESS = "this process"
+    WORKER_PREFERRED = "worker preferred"
+    """A worker process, or this one if no worker can."""
+    WORKER_REQUIRED = "worker required"
+    """While a model runs here, tracing in this process would disturb it."""
+
+
+@dataclass(frozen=True)
+class Requester:
+    """For whom graphs are compiled, and where its events are counted."""
+
+    backend: Backend
+    host: Host
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request."""
+
+    request: Variant
+    seconds: float
+    entry: CacheEntry | None = None
+    source: str = "eager"
+    """"memory", "disk", "compiled", or "eager" if there is no graph."""
+    error: Exception | None = None
+    """Why there is no graph."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A request that was not in memory, and the key it was looked for by."""
+
+    key: str
+    environment: Mapping[str, str]
+    request: Variant
+    by: Requester
+
+
+def _compile(task: _Task) -> tuple[GraphSpec, Executable]:
+    """Trace and compile. Raises Unsupported if the region is not what its fingerprint says, before or afterwards."""
+    module = task.request.module
+    with untouched(module, task.by.host) as describer:
+        is_known = describer.describe(module).fingerprint == task.request.fingerprint
+        exported = export_region(task.request, task.by.host)
+        if not is_known or not describer.watch.holds():
+            raise Unsupported("a block that changes while it is compiled")
+    return exported.spec, task.by.backend.compile(exported)
+
+
+class GraphCache:
+    """Finds, loads and compiles graphs."""
+
+    def __init__(
+        self, store: Store | None = None, jobs: CompileJobs | None = None, workers: Workers | None = None
+    ) -> None:
+        """Without `workers` everything is compiled in this process."""
+        self.store = store
+        self.workers = workers
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, on any thread, when graphs come or go. Must return at once."""
+        self._claims: dict[str, threading.Lock] = {}
+        self._jobs = jobs or CompileJobs()
+        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
+        self._lock = threading.RLock()
+        self._memos: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[Variant]]] = weakref.WeakKeyDictionary()
+
+    def remembered(self, model: nn.Module, state: Hashable) -> list[Variant] | None:
+        """Return what a model in this state was found to want, without modules; None if nobody has found out.
+
+        The nodes before a compiling one run again and again (another LoRA, say), with the same model.
+        """
+        return self._memos.get(model, {}).get(state)
+
+    def remember(self, model: nn.Module, state: Hashable, requests: Iterable[Variant]) -> None:
+        """Remember what a model in this state wants, as long as it lives."""
+        self._memos.setdefault(model, {})[state] = [request.without_module() for request in requests]
+
+    def memo(self, name: str, device: torch.device) -> list[Variant] | None:
+        """Return what the store has under a memo's name, without modules; None if it has nothing of use."""
+        data = self.store.note(name) if self.store and name else None
+        if data is None:
+            return None
+        try:
+            return _within_bounds([Variant.noted(note, device) for note in bounded_json.parse(data)]) or None
+        except (KeyError, TypeError, ValueError) as error:
+            text = "What a model wants is found out again: the store's note of it makes no sense (%s)."
+            log.warning(text, printable(one_line(error)))
+            return None
+
+    def save_memo(self, name: str, requests: list[Variant]) -> None:
+        """Keep a memo in the store, for the next process; nothing without a name."""
+        if self.store is None or not name:
+            return
+        with suppress(ValueError):  # what would not be read
+            notes = [request.note() for request in _within_bounds(requests)]
+            self.store.put_note(name, json.dumps(notes).encode())
+
+    def run(self, name: str, job: Callable[[], T]) -> T:
+        """Run work that traces or compiles, away from the host's thread and its inference mode."""
+        return self._jobs.run(name, job)
+
+    def get_or_compile_all(
+        self, requests: Sequence[Variant], by: Requester, is_beside: bool, check: Callable[[], None] = lambda: None
+    ) -> Iterator[Outcome]:
+        """Yield what becomes of each request, in worker processes side by side where that is sooner.
+
+        `is_beside` says that a model runs meanwhile. `check` is called in between; what it raises ends the iteration.
+        """
+        pays = self.workers is not None and self.workers.pay(self._missing(requests, by))
+        if pays:
+            place = CompileIn.WORKER_REQUIRED if is_beside else CompileIn.WORKER_PREFERRED
+            # The one that takes longest first, or all wait for it in the end.
+            requests = sorted(requests, key=lambda request: -len(list(tensor_slots(request.module))))
+            jobs = [partial(self.get_or_refuse, request, by, place) for request in requests]
+            outcomes = side_by_side(jobs, self.workers.count, check)
+        else:  # on this thread: tracing must not go on after a cancellation
+            place = CompileIn.WORKER_REQUIRED if is_beside else CompileIn.PROCESS
+            outcomes = self._one_by_one(requests, by, place, check)
+        start, counted = time.perf_counter(), by.counters.seconds
+        yield from outcomes
+        if self.workers is not None and requests:
+            self.workers.rest(requests[0].device)
+        uncounted = time.perf_counter() - start - (by.counters.seconds - counted)
+        by.counters.add("seconds", max(0.0, uncounted))
+
+    def _one_by_one(
+        self, requests: Iterable[Variant], by: Requester, place: CompileIn, check: Callable[[], None]
+    ) -> Iterator[Outcome]:
+        for request in requests:
+            check()
+            yield self.get_or_refuse(request, by, place)
+
+    def get_or_refuse(self, request: Variant, by: Requester, place: CompileIn = CompileIn.PROCESS) -> Outcome:
+        """Return what becomes of a request, also if tracing or the compiler raises."""
+        start = time.perf_counter()
+        try:
+            entry, source = self.get_or_compile(request, by, place)
+            return Outcome(request, time.perf_counter() - start, entry, source)
+        except Exception as error:  # tracing and compilers raise anything; the region then stays eager
+            return Outcome(request, time.perf_counter() - start, error=error)
+
+    def _missing(self, requests: Iterable[Variant], by: Requester) -> int:
+        """Return how many of these graphs would have to be compiled."""
+        keys = {self._key(request, environment(by.backend, request.device, by.host)) for request in requests}
+        return len({key for key in keys if self._find(key) is None} - self.stored_keys())
+
+    def get_or_compile(
+        self, request: Variant, by: Requester, place: CompileIn = CompileIn.PROCESS
+    ) -> tuple[CacheEntry, str]:
+        """Return the graph for a request and where it came from: "memory", "disk" or "compiled".
+
+        Two callers that want one key get one graph: the second waits, and looks again first. Raises what tracing
+        or the backend raises, and CompileTimeout; WorkerError if there is only a worker and that cannot.
+        """
+        fields = environment(by.backend, request.device, by.host)
+        key = self._key(request, fields)
+        if entry := self._find(key):
+            by.counters.add("from_memory")
+            return entry, "memory"
+        task = _Task(key, fields, request, by)
+        with self._claim(key):
+            if place is CompileIn.PROCESS:
+                return self.run(request.region, lambda: self._load_or_compile(task))
+            return self._load_or_have_compiled(task, place)
+
+    def add_loaded(self, stored: StoredGraph, by: Requester) -> CacheEntry:
+        """Return the entry for a graph read from a file, loading it unless memory has it.
+
+        Raises what torch makes of bytes it does not like.
+        """
+        if entry := self._find(stored.key):
+            by.counters.add("from_memory")
+            return entry
+        attention.register_operator()
+        patches.register_operators()
+        start = time.perf_counter()
+        graph = self.run(stored.spec.region, lambda: stored.load(by.backend))
+        seconds = time.perf_counter() - start
+        by.counters.add("from_file")
+        by.counters.add("seconds", seconds)
+        return self._keep(graph, "file", seconds, len(stored.executable))
+
+    def evict(self, entry: CacheEntry) -> None:
+        """Forget a graph that turned out to be wrong, in memory and in the store: who wants it next compiles it."""
+        key = entry.graph.key
+        entry.is_evicted = True
+        with self._lock:
+            self._entries.pop(key, None)
+        if self.store is not None and not self.store.discard(key):
+            log.warning("The graph %s failed its check and cannot be removed from the store; remove the file.", key)
+        self.on_change()
+
+    def forget(self, keys: Set[str]) -> None:
+        """Take graphs out of memory; who wants one again has it from the store."""
+        with self._lock:
+            for key in keys:
+                self._entries.pop(key, None)
+        self.on_change()
+
+    def store_graphs(self, graphs: Iterable[CompiledGraph]) -> set[str]:
+        """Have the store hold these graphs; return the keys of those that it does hold.
+
+        Graphs of a file are not in the store, and one that a full disk turned away is not either.
+        """
+        by_key = {graph.key: graph for graph in graphs}
+        for key in by_key.keys() - self.stored_keys():
+            self._put(by_key[key])
+        return by_key.keys() & self.stored_keys()
+
+    def stored_keys(self) -> set[str]:
+        """Return the keys of the graphs in the store, if there is one."""
+        return self.store.keys() if self.store else set()
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each graph in memory, as it is stored."""
+        with self._lock:
+            return [entry.size for entry in self._entries.values()]
+
+    @staticmethod
+    def _key(request: Variant, fields: Mapping[str, str]) -> str:
+        return graph_key(request.fingerprint, request.structure, request.sizes, fields)
+
+    def _load_or_compile(self, task: _Task) -> tuple[CacheEntry, str]:
+        """Serve a key in this process, on the thread of a job."""
+        start = time.perf_counter()
+        try:
+            return self._load(task) or self._add_compiled(task, start, *_compile(task))
+        finally:
+            task.by.counters.add("seconds", time.perf_counter() - start)
+
+    def _load_or_have_compiled(self, task: _Task, place: CompileIn) -> tuple[CacheEntry, str]:
+        """Serve a key with a worker's help, on any thread. Only what is loaded or compiled here takes turns."""
+        region, backend = task.request.region, task.by.backend
+        if found := self.run(region, lambda: self._load(task)):
+            return found
+        start = time.perf_counter()
+        try:
+            spec, data = self.workers.compile(task.request, backend.name)
+            executable = self.run(region, lambda: backend.load(data, spec))
+        except WorkerError as reason:
+            if place is CompileIn.WORKER_REQUIRED:
+                raise
+            log.info("%s is compiled in this process: %s", region, reason)
+            spec, executable = self.run(region, lambda: _compile(task))
+        return self._add_compiled(task, start, spec, executable)
+
+    @contextmanager
+    def _claim(self, key: str) -> Iterator[None]:
+        """Keep other threads, and other processes with this store, from compiling a graph at the same time."""
+        with self._lock:
+            claim = self._claims.setdefault(key, threading.Lock())
+        with claim, self.store.exclusive(key) if self.store else nullcontext():
+            yield
+
+    def _load(self, task: _Task) -> tuple[CacheEntry, str] | None:
+        """Return a graph that came into memory meanwhile, or is in the store; None if it must be compiled."""
+        if entry := self._find(task.key):
+            task.by.counters.add("from_memory")
+            return entry, "memory"
+        attention.register_operator()
+        patches.register_operators()
+        start = time.perf_counter()
+        if loaded := self._read_stored(task.key, task.by.backend):
+            graph, size = loaded
+            task.by.counters.add("from_disk")
+            return self._keep(graph, "disk", time.perf_counter() - start, size), "disk"
+        return None
+
+    def _add_compiled(
+        self, task: _Task, start: float, spec: GraphSpec, executable: Executable
+    ) -> tuple[CacheEntry, str]:
+        seconds = time.perf_counter() - start
+        task.by.counters.add("compiles")
+        request, name = task.request, task.by.backend.name
+        graph = CompiledGraph(
+            task.key, request.fingerprint, request.structure.text, name, task.environment, spec, executable
+        )
+        size = self._put(graph)
+        return self._keep(graph, "compiled", seconds, size), "compiled"
+
+    def _read_stored(self, key: str, backend: Backend) -> tuple[CompiledGraph, int] | None:
+        stored = self.store.get(key) if self.store else None
+        if stored is None or stored.backend != backend.name:
+            return None
+        try:
+            return stored.load(backend), len(stored.executable)
+        except Exception as error:  # whatever torch makes of bytes it does not like
+            log.warning("A stored graph of %s could not be loaded (%r); compiling it.", stored.spec.region, error)
+            return None
+
+    def _put(self, graph: CompiledGraph) -> int:
+        """Keep a graph for the next start; return the bytes of its executable, or 0 if they cannot be had."""
+        if self.store is None:
+            return 0
+        try:
+            stored = StoredGraph.of(graph)
+            self.store.put(stored)
+        except Exception as error:  # a graph that cannot be kept still runs
+            log.warning("The graph of %s cannot be kept for the next start: %r", graph.spec.region, error)
+            return 0
+        return len(stored.executable)
+
+    def _find(self, key: str) -> CacheEntry | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry:
+                self._entries.move_to_end(key)
+            return entry
+
+    def _keep(self, graph: CompiledGraph, source: str = "", seconds: float = 0.0, size: int = 0) -> CacheEntry:
+        with self._lock:
+            entry = self._entries[graph.key] = CacheEntry(graph, source, seconds, size)
+            while len(self._entries) > MAX_GRAPHS:
+                self._entries.popitem(last=False)
+        self.on_change()
+        return entry
+
+
+def _within_bounds(requests: list[Variant]) -> list[Variant]:
+    """Return these requests. Raises ValueError if no model makes so many."""
+    if len(requests) > MAX_GRAPHS:
+        raise ValueError(f"more than {MAX_GRAPHS} graphs")
+    if any(count > MAX_STRUCTURES for count in Counter(request.fingerprint for request in requests).values()):
+        raise ValueError(f"more than {MAX_STRUCTURES} graphs of one block")
+    return requests

@@ -1,0 +1,47 @@
+"""What a graph depends on besides its region and its call: versions, the device, and the code that makes graphs.
+
+That code is digested by folder, so nobody has to remember a list: who changes a file that decides what a graph is
+changes the key, and an update that corrects a graph never loads the graph of before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from ..backends.base import Backend
+from ..common.host import Host
+
+_COMPILER = Path(__file__).resolve().parents[1]
+RULES = "rules"
+"""The subfolder of a host's folder whose code decides what a graph is."""
+
+
+def environment(backend: Backend, device: torch.device, host: Host) -> dict[str, str]:
+    """Return the backend's environment and the versions of the code that makes graphs. Part of a graph's key."""
+    return backend.environment(device) | {
+        "identity": code_version(_COMPILER / "identity"),
+        "tracing": code_version(_COMPILER / "tracing"),
+        "compiling": code_version(Path(inspect.getfile(type(backend))).parent),
+        "host": code_version(host.folder / RULES) if host.folder else "",
+    }
+
+
+def request_version(host: Host) -> str:
+    """Return a version of the code that finds out which graphs a model needs."""
+    folders = [_COMPILER / "identity", _COMPILER / "tracing", *([host.folder] if host.folder else [])]
+    return " ".join(map(code_version, folders))
+
+
+@lru_cache
+def code_version(folder: Path) -> str:
+    """Return a digest of the Python files in a folder and in its subfolders, with their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+        source = path.read_text(encoding="utf-8")  # line ends are one here
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{source}\0".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,231 @@
+"""Worker processes compile several regions at once, and keep compiling out of the process that makes images.
+
+They start when graphs are missing, or earlier, while a host loads its checkpoint. They end after some idle time. They
+also end with this process, because that closes their standard input.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..common import boot
+from ..common.host import Host
+from ..common.jobs import CompileTimeout, compile_limit
+from ..identity.graph_spec import GraphSpec
+from ..tracing.export import Variant
+from ..tracing.weightless_copy import skeleton
+from .worker_main import Made, Order, Setup, receive, send
+
+log = logging.getLogger(__name__)
+
+MOST = 8
+"""Processes at a time."""
+WORTH_BEGINNING = 5
+"""Processes are started for this many missing graphs: a start takes as long as compiling three or four graphs."""
+IDLE = 60.0
+"""Processes end after this many seconds without an order."""
+PLENTY = 16 * 2**30
+"""With this many free bytes on a GPU, idle processes may stay. Each takes 0.7 GiB of it."""
+MEMORY = 2 * 2**30
+"""Bytes of main memory that one process may need. It may need as much of a GPU's memory."""
+
+_PACKAGE = __name__.partition(".compiler.")[0]
+"""This package's name. In ComfyUI that is the name of its folder."""
+_FOLDER = Path(__file__).resolve().parents[2]
+
+
+class WorkerError(Exception):
+    """No worker process could compile the region. This process may still be able to."""
+
+
+class _Process:
+    """One worker process. Only one thread uses it at a time."""
+
+    def __init__(self, setup: Setup) -> None:
+        environment = boot.environment(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
+        command = boot.command(sys.executable, _PACKAGE, _FOLDER, "compiler.compile_cache.worker_main")
+        flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, creationflags=flags
+        )
+        self._is_ready = False
+        send(self._process.stdin, setup)
+
+    def ask(self, order: Order, limit: float) -> Made:
+        """Return the answer to an order. Raises WorkerError if the process ends by itself.
+
+        After `limit` seconds this kills the process and raises CompileTimeout.
+        """
+        expired = threading.Event()
+        # The timer leaves the pipes open: this thread reads them, and their end wakes it.
+        timer = threading.Timer(limit, lambda: (expired.set(), self._process.kill()))
+        timer.daemon = True
+        timer.start()
+        try:
+            if not self._is_ready:
+                if error := receive(self._process.stdout).error:
+                    raise WorkerError(f"a worker process could not start: {error}")
+                self._is_ready = True
+            send(self._process.stdin, order)
+            return receive(self._process.stdout)
+        except (EOFError, OSError) as error:
+            if expired.is_set():
+                raise CompileTimeout(f"the compiler took more than {limit:g} s") from None
+            raise WorkerError(f"a worker process ended ({error or 'without a message'})") from None
+        finally:
+            timer.cancel()
+
+    def end(self) -> None:
+        """Kill the process, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # unsent bytes cannot be flushed any more
+                pipe.close()
+
+
+class Workers:
+    """A pool of a bounded number of processes. A thread that wants a graph takes one of them."""
+
+    def __init__(self, setup: Callable[[str, torch.device], Setup], host: Host, count: int | None = None) -> None:
+        """`setup` is called whenever a process starts. Without a `count`, `worker_count` decides."""
+        self._setup = setup
+        self._host = host
+        self._count = count
+        self._idle: list[_Process] = []
+        self._running = 0
+        self._change = threading.Condition()
+        self._timer: threading.Timer | None = None
+
+    @property
+    def count(self) -> int:
+        """How many processes there may be at a time."""
+        return worker_count() if self._count is None else self._count
+
+    @property
+    def are_warm(self) -> bool:
+        """Whether a process has been started already."""
+        return self._running > 0
+
+    def pay(self, missing: int) -> bool:
+        """Whether worker processes, which take a while to start, would compile this many graphs sooner."""
+        return self.count > 1 and missing >= (2 if self.are_warm else WORTH_BEGINNING)
+
+    def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
+        """Start at most `wanted` processes before the first order comes."""
+        with self._change:
+            for _ in range(min(self.count, wanted) - self._running):
+                self._idle.append(self._start_process(backend, device))
+            self._end_when_idle()
+
+    def compile(self, variant: Variant, backend: str) -> tuple[GraphSpec, bytes]:
+        """Have a region compiled. Return the graph's contract and the bytes that the backend loads.
+
+        Raises WorkerError if no worker can compile it, and CompileTimeout.
+        """
+        order = Order.of(variant, skeleton(variant.module, self._host, _without_data), backend)
+        try:
+            pickle.dumps(order)
+        except Exception as error:  # a block can hold any object
+            raise WorkerError(f"a block that cannot be sent to another process ({type(error).__name__})") from None
+        process = self._take(backend, variant.device)
+        try:
+            made = process.ask(order, compile_limit())
+        except BaseException:
+            self._give_back(None)
+            process.end()
+            raise
+        self._give_back(process)
+        if made.error:
+            raise WorkerError(made.error)
+        return made.spec, made.executable
+
+    def rest(self, device: torch.device) -> None:
+        """Tell the pool that no orders follow for now. It stops if GPU memory is scarce: the model needs all of it."""
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < PLENTY:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the idle processes."""
+        with self._change:
+            processes, self._idle = self._idle, []
+            self._running -= len(processes)
+        for process in processes:
+            process.end()
+
+    def _take(self, backend: str, device: torch.device) -> _Process:
+        with self._change:
+            self._stop_timer()
+            while not self._idle and self._running >= max(1, self.count):
+                self._change.wait()
+            return self._idle.pop() if self._idle else self._start_process(backend, device)
+
+    def _give_back(self, process: _Process | None) -> None:
+        with self._change:
+            if process is None:
+                self._running -= 1
+            else:
+                self._idle.append(process)
+            self._end_when_idle()
+            self._change.notify()
+
+    def _start_process(self, backend: str, device: torch.device) -> _Process:
+        process = _Process(self._setup(backend, device))
+        self._running += 1
+        return process
+
+    def _end_when_idle(self) -> None:
+        self._stop_timer()
+        if len(self._idle) == self._running:
+            self._timer = threading.Timer(IDLE, self.stop)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def worker_count() -> int:
+    """Return how many processes this machine can run: three for every four cores, and only as many as memory allows.
+
+    The environment variable COMPILED_GRAPHS_WORKERS sets another number. With 0, this process compiles.
+    """
+    try:
+        return max(0, int(os.environ["COMPILED_GRAPHS_WORKERS"]))
+    except (KeyError, ValueError):
+        pass
+    limits = [MOST, _cores() * 3 // 4]
+    try:
+        import psutil
+
+        limits.append(psutil.virtual_memory().available // MEMORY)
+    except ImportError:
+        pass
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        limits.append(torch.cuda.mem_get_info()[0] // MEMORY)
+    return min(limits)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use. A container or a batch system can limit them."""
+    if hasattr(os, "sched_getaffinity"):  # not on Windows and macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta

@@ -1,0 +1,203 @@
+"""ComfyUI as a host: what it passes through blocks, sets on layers, and how it cancels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ....common.host import Host
+from ....identity.context_options import TracedOptions, fresh
+from ....identity.fingerprint import is_outside
+from ....identity.source import functions_in
+from ....tracing.attention_op import opaque_attention, opaque_map_attention
+from ....tracing.patch_ops import PatchCall
+from .. import comfy_compat, deep_cache
+from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, NETWORK_WRAPPERS, OPTIONS, PATCHES, REPLACEMENTS, STEPS, WRAPPERS
+from . import attention_patches
+from .scaled_fp8 import multiply_weights
+
+# What a block may look up to hand it on. Tracing sees to it that the block does no more with it.
+_BOOKKEEPING = attention_patches.PLACES | {PATCHES, REPLACEMENTS}
+
+_LAYER_SETTINGS = frozenset(
+    {
+        "training",
+        "eps",
+        "momentum",
+        "transposed",
+        "_reversed_padding_repeated_twice",
+        # Quantised layers
+        "in_features",
+        "out_features",
+        "quant_format",
+        "layout_type",
+        "_full_precision_mm",
+    }
+)
+
+_UNET_MODULES = ("comfy.ldm.modules.diffusionmodules.openaimodel", "comfy.ldm.modules.attention")
+
+
+class ComfyHost(Host):
+    """ComfyUI from mid-2024 on."""
+
+    folder = Path(__file__).resolve().parents[1]
+    context_arguments = frozenset({OPTIONS})
+    weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
+    volatile_attributes = weight_hooks | {
+        "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
+        # `ModelPatcher.load` marks the layers of extensions, too.
+        "comfy_cast_weights",
+        "prev_comfy_cast_weights",
+        "comfy_patched_weights",
+        "comfy_force_cast_weights",
+        "comfy_need_lazy_init_bias",
+        "seed_key",
+        # Weights that are streamed (`ModelPatcherDynamic.load`, `comfy.model_prefetch`).
+        "_v",
+        "_v_block",
+        "_v_block_faulted",
+        "_v_signature",
+        "_v_weight",
+        "_v_bias",
+        "_prefetch",
+        "_pins",
+        "_pin",
+        "_pin_state",
+        "_comfy_graph",
+        "_comfy_cross_step_state",
+    }
+    layer_modules = ("comfy.ops",)
+    traced_attributes = frozenset({"comfy_cast_weights"})  # set on single layers by a node that chooses the dtype
+    weights_say_device = False
+    infrastructure = (
+        "comfy.model_management",
+        "comfy.cli_args",
+        "comfy.cli_args_types",
+        "comfy.utils",
+        "comfy.patcher_extension",
+        "comfy.execution_context",
+        "comfy.memory_management",
+        "comfy.pinned_memory",
+        "comfy.model_prefetch",
+        "comfy.windows",
+        "comfy_aimdo",
+    )
+
+    def is_volatile(self, name: str) -> bool:
+        """A newer core notes on every module what dtype each of its tensors had in the file."""
+        return name in self.volatile_attributes or name.endswith("_comfy_model_dtype")
+
+    def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
+        """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""
+        cls = type(module)
+        if cls.__module__ != "comfy.ops" or _has_code_of_others(module):
+            return None
+        return _LAYER_SETTINGS.union(*(vars(base).get("__constants__", ()) for base in cls.__mro__))
+
+    def arranges(self, region: nn.Module) -> bool:
+        """Blocks of UNets, on a core that says when a sampling begins and ends (2025)."""
+        is_of_unet = type(region).__module__ in _UNET_MODULES
+        return is_of_unet and comfy_compat.announces_samplings()
+
+    def stand_in(self, name: str, strings: frozenset[str], hooks: str) -> TracedOptions:
+        """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
+        own = {ATTENTION_OVERRIDE: opaque_attention} if ATTENTION_OVERRIDE in strings else {}
+        return attention_patches.traced_options(own, hooks)
+
+    def hooks(self, context: Mapping[str, Any], strings: frozenset[str]) -> str:
+        return attention_patches.hooks_of(context.get(OPTIONS) or {}, strings)
+
+    def patch_call(self, context: Mapping[str, Any]) -> PatchCall:
+        return attention_patches.PatchCalls(context[OPTIONS])
+
+    def record_patches(self, context: Mapping[str, Any], hooks: str) -> attention_patches.RecordedPatches:
+        return attention_patches.RecordedPatches(context[OPTIONS], hooks)
+
+    def leave_behind(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        options = context.get(OPTIONS)
+        if options is not None:
+            options.update({name: fresh(value) for name, value in values.items()})
+
+    def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
+        return attention_patches.patch_names(context[OPTIONS], hooks)
+
+    def adapt(self, twin: nn.Module) -> None:
+        """A VAE's attention chooses its function when it is built, and some of those look at free memory."""
+        for module in twin.modules():
+            if function := module.__dict__.get("optimized_attention"):
+                module.__dict__["optimized_attention"] = opaque_map_attention(function)
+        multiply_weights(twin)
+
+    def reaches(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
+        """A patch reaches into a region if the region's code can look it up, for the block it is in."""
+        options = context.get(OPTIONS) or {}
+        operators = attention_patches.HOOKS if attention_patches.can_be_operators(strings) else frozenset()
+        for name, patches in options.get(PATCHES, {}).items():
+            if patches and name in strings and name not in operators:
+                return f"patch {name}"
+        for name, blocks in options.get(REPLACEMENTS, {}).items():
+            if name in strings and name not in operators and _covers(blocks, options.get(BLOCK)):
+                return f"replacement patch {name}"
+        for name in options:
+            if name in strings and name not in _BOOKKEEPING:
+                return f"transformer option {name}"
+        return None
+
+    def unrepeatable(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
+        """A step that no patch, wrapper or option that the network looks up can change."""
+        options = context.get(OPTIONS) or {}
+        if self.steps(context) < 1:
+            return "a call outside of a sampling"
+        if deep_cache.MARK in options:
+            return "DeepCache, whose steps are not alike"
+        if any(options.get(PATCHES, {}).values()) or any(options.get(REPLACEMENTS, {}).values()):
+            return "a patch"
+        if any(options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS, {}).values()):
+            return "a wrapper of the network"
+        return self.reaches(context, strings)
+
+    def steps(self, context: Mapping[str, Any]) -> int:
+        sigmas = (context.get(OPTIONS) or {}).get(STEPS)
+        return 0 if sigmas is None else len(sigmas) - 1
+
+    def check_cancelled(self) -> None:
+        comfy_compat.check_cancelled()
+
+    def is_cancellation(self, error: BaseException) -> bool:
+        return comfy_compat.is_cancellation(error)
+
+    def give_back_cancellation(self) -> None:
+        comfy_compat.cancel_prompt()
+
+    def is_cancelled(self) -> bool:
+        return comfy_compat.is_cancelled()
+
+
+def _covers(blocks: Mapping[tuple, Any], block: tuple | None) -> bool:
+    """Replacement patches name (place, number) or (place, number, transformer)."""
+    return any(block is None or tuple(key[:2]) == tuple(block[:2]) for key in blocks)
+
+
+def _has_code_of_others(layer: nn.Module) -> bool:
+    """Whether an extension has put a method in the place of a layer's own: it can read any attribute.
+
+    A node that tiles in one direction keeps its paddings on the layer.
+    """
+    cls = type(layer)
+    methods = [v for name, v in vars(layer).items() if name != "forward" and callable(getattr(cls, name, None))]
+    bases = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    methods += [function for base in bases for value in vars(base).values() for function in functions_in(value)]
+    return not all(_is_hosts(getattr(method, "__func__", method)) for method in methods)
+
+
+def _is_hosts(method: Any) -> bool:
+    """Whether a function is of ComfyUI or a library. What is called and is no function is somebody else's."""
+    home = getattr(method, "__globals__", {}).get("__name__", "")
+    return home.partition(".")[0] == "comfy" or is_outside(home, HOST)
+
+
+HOST = ComfyHost()

@@ -1,0 +1,285 @@
+"""The call signature (here `Structure`), and the cache key of a graph.
+
+A call's structure holds everything that can require another graph: which inputs are present, their ranks, dtypes
+and devices, and every argument that is not a tensor. Sizes are not part of it: they are dynamic dimensions of a graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..common.torch_compat import pytree
+
+TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""The exact types that a graph takes. A subclass (quantised, wrapped, fake) may compute something else."""
+
+_STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    type(None): (lambda value: value, lambda value: None),
+    bool: (lambda value: value, bool),
+    int: (lambda value: value, int),
+    float: (repr, float),
+    str: (lambda value: value, str),
+    torch.dtype: (str, lambda text: _torch_constant(text, torch.dtype)),
+    torch.device: (str, torch.device),
+    torch.layout: (str, lambda text: _torch_constant(text, torch.layout)),
+    torch.memory_format: (str, lambda text: _torch_constant(text, torch.memory_format)),
+}
+STATIC_TYPES = tuple(_STATICS)
+"""Types of arguments, besides tensors, that a cache key can hold: they can be written to JSON and read back."""
+
+
+class Unsupported(Exception):
+    """A call or region that no graph can serve. People are shown the message as the reason."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a region, bound to the parameters of its `forward`."""
+
+    arguments: Mapping[str, Any]
+    """Every parameter by name, in the order of the signature, with defaults and without context arguments."""
+    context: Mapping[str, Any]
+    """The host's bookkeeping, by parameter name."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Everything about a call, except sizes, that decides which graph serves it: the call signature."""
+
+    text: str
+    """The canonical form. One graph can serve two calls with equal texts."""
+    spec: pytree.TreeSpec
+    """The arguments' nesting."""
+    leaves: tuple[Any, ...]
+    """The flattened arguments: `TENSOR` in place of each tensor, else the value itself."""
+    context: tuple[str, ...]
+    """Names of the context arguments that were passed."""
+    hooks: str = ""
+    """Which of the host's patches act inside the region, as operators of its graph."""
+
+    def has_tensors_of(self, other: Structure) -> bool:
+        """Whether another call has its tensors in the same places, with the same ranks, dtypes and devices."""
+        one, another = (_tensor_places(json.loads(structure.text)[0]) for structure in (self, other))
+        return one == another
+
+    def fill(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
+        """Return the arguments with these tensors in place of the call's own."""
+        return pytree.tree_unflatten(self.flat(tensors), self.spec)
+
+    def flat(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """Return the leaves of the arguments with these tensors in place."""
+        supply = iter(tensors)
+        return [next(supply) if leaf is TENSOR else leaf for leaf in self.leaves]
+
+    def is_intact(self, arguments: Mapping[str, Any], tensors: list[torch.Tensor]) -> bool:
+        """Whether a call has left its arguments unchanged. `tensors` are those that it was given.
+
+        Blocks of video VAEs write frames to lists that they are given.
+        """
+        leaves, spec = pytree.tree_flatten(dict(arguments))
+        return spec == self.spec and all(one is was for one, was in zip(leaves, self.flat(tensors), strict=True))
+
+
+class _Tensor:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _Tensor()
+
+
+@lru_cache(maxsize=1024)
+def forward_signature(cls: type) -> inspect.Signature:
+    """Return the signature of a module class's `forward`, without `self`."""
+    signature = inspect.signature(cls.forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: frozenset[str]) -> Call:
+    """Bind a call to the parameter names of `forward`, so that positional and keyword calls have one structure.
+
+    Raises Unsupported if the arguments do not fit the signature.
+    """
+    try:
+        bound = forward_signature(cls).bind(*args, **kwargs)
+    except TypeError as error:
+        raise Unsupported(f"a call that does not fit {cls.__name__}.forward: {error}") from None
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    context = {name: arguments.pop(name) for name in context_arguments & arguments.keys()}
+    if rest := _rest_name(cls):
+        extra = arguments[rest]
+        context |= {name: extra[name] for name in context_arguments & extra.keys()}
+        arguments[rest] = {name: extra[name] for name in sorted(extra) if name not in context_arguments}
+    return Call(arguments, context)
+
+
+def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a hashable that is equal for arguments that agree down to sizes and strides. Appends to `tensors`.
+
+    Raises Unsupported for a value that no key can hold.
+    """
+    kind = type(value)
+    if kind in TENSOR_TYPES:
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.device
+    if kind in (tuple, list):
+        return kind, *[describe(item, tensors) for item in value]
+    if kind is dict:
+        return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
+    if isinstance(value, torch.Tensor):
+        raise Unsupported(f"a tensor of type {kind.__name__}")
+    if kind not in STATIC_TYPES:  # a subclass may mean something else
+        raise Unsupported(f"an argument of type {kind.__name__}")
+    return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
+
+
+def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+    """Call the `forward` of a module's class with the arguments and the context that `bind` returned."""
+    signature = forward_signature(type(module))
+    ordered = {name: context.get(name, arguments.get(name)) for name in signature.parameters}
+    if rest := _rest_name(type(module)):
+        ordered[rest] = arguments[rest] | {n: v for n, v in context.items() if n not in signature.parameters}
+    bound = inspect.BoundArguments(signature, ordered)
+    return type(module).forward(module, *bound.args, **bound.kwargs)
+
+
+@lru_cache(maxsize=1024)
+def _rest_name(cls: type) -> str | None:
+    """Return the name of `forward`'s **kwargs, if it has them."""
+    parameters = forward_signature(cls).parameters.values()
+    return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+
+
+def read(call: Call, fake: bool = False, hooks: str = "") -> tuple[Structure, list[torch.Tensor]]:
+    """Return a call's structure and its tensors in order.
+
+    `fake` allows the fake tensors of a probe, and `hooks` come from `Host.hooks`. Raises Unsupported for an argument
+    that no graph can take.
+    """
+    leaves, spec = pytree.tree_flatten(dict(call.arguments))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if not fake and type(tensor) not in TENSOR_TYPES:
+            raise Unsupported(f"a tensor of type {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise Unsupported(f"a tensor of layout {tensor.layout}")
+    context = tuple(sorted(call.context))
+    record = [_outline(dict(call.arguments)), context, *([hooks] if hooks else [])]
+    kept = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return Structure(json.dumps(record, separators=(",", ":")), spec, kept, context, hooks), tensors
+
+
+def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
+    """Return the structure that a text describes, and the rank and dtype of each tensor. Executes nothing.
+
+    Raises ValueError if `read` cannot have made the text, or if it holds a container that JSON cannot rebuild.
+    """
+    try:
+        outline, context, *hooks = json.loads(text)
+        tensors: list[tuple[int, torch.dtype]] = []
+        leaves, spec = pytree.tree_flatten(_fill_in(outline, tensors))
+        return Structure(text, spec, tuple(leaves), tuple(map(str, context)), "".join(hooks)), tensors
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"not the structure of a call ({type(error).__name__})") from None
+
+
+def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
+    """Return the outlines of a call's tensors by their places in its arguments."""
+    kind, content = outline[0], outline[1]
+    if kind == "tensor":
+        return {place: tuple(outline)}
+    if not isinstance(content, list):
+        return {}
+    items = [(str(k), item) for k, item in content] if kind == "dict" else list(enumerate(content))
+    return {found: what for key, item in items for found, what in _tensor_places(item, (*place, key)).items()}
+
+
+def _outline(value: Any) -> list:
+    """Return a value as JSON: its type and its content."""
+    if isinstance(value, torch.Tensor):
+        return ["tensor", value.ndim, str(value.dtype), str(value.device)]
+    if type(value) in STATIC_TYPES:
+        return [type(value).__name__, _STATICS[type(value)][0](value)]
+    if type(value) is dict:
+        return ["dict", [[_outline(key), _outline(item)] for key, item in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_outline(item) for item in value]]
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+    if len(children) == 1 and children[0] is value:
+        raise Unsupported(f"an argument of type {type(value).__name__}")
+    return [str(spec), [_outline(child) for child in children]]
+
+
+def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
+    kind, content = outline[0], outline[1]
+    if kind == "tensor":
+        tensors.append((content, _torch_constant(outline[2], torch.dtype)))
+        return TENSOR
+    if kind == "dict":
+        return {_fill_in(key, tensors): _fill_in(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [_fill_in(item, tensors) for item in content]
+        return tuple(items) if kind == "tuple" else items
+    return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)
+
+
+def _torch_constant(text: str, kind: type) -> Any:
+    value = getattr(torch, text.removeprefix("torch."))
+    if not isinstance(value, kind):
+        raise TypeError(f"{text} is not a {kind.__name__}")
+    return value
+
+
+def graph_key(
+    fingerprint: str,
+    structure: Structure,
+    sizes: list[list[int | str]],
+    environment: Mapping[str, str],
+) -> str:
+    """Return the cache key of a graph: a hex digest that is the same on every machine and every day.
+
+    `sizes` holds each input tensor's sizes, as `Variant.sizes` returns them.
+    `environment` names the backend and everything outside the region that the compiled graph depends on.
+    """
+    record = [fingerprint, structure.text, sizes, dict(environment)]
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+class ContextArguments:
+    """The arguments of a class's `forward` that carry the host's bookkeeping, never data."""
+
+    def __init__(self, cls: type, names: frozenset[str]) -> None:
+        self.names = names
+        parameters = forward_signature(cls).parameters if names else ()
+        self.places = {index: name for index, name in enumerate(parameters) if name in names}
+        """Their positions."""
+
+    def of(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a call, by name."""
+        found = {name: args[i] for i, name in self.places.items() if i < len(args)}
+        return found | {name: kwargs[name] for name in self.names & kwargs.keys()}
+
+    def replaced(self, args: tuple, kwargs: Mapping[str, Any], context: Mapping[str, Any]) -> tuple[tuple, dict]:
+        """Return a call's arguments with others in the place of these."""
+        places = self.places
+        args = tuple(context[places[i]] if i in places else value for i, value in enumerate(args))
+        return args, {**kwargs, **{name: context[name] for name in context.keys() & kwargs.keys()}}
+
+    def token(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, list[torch.Tensor]]:
+        """Return what tells a call from others by its remaining arguments, and the tensors among those."""
+        tensors: list[torch.Tensor] = []
+        names, places = self.names, self.places
+        token = (
+            tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
+            tuple([(name, name in names or describe(value, tensors)) for name, value in kwargs.items()]),
+        )
+        return token, tensors

@@ -1,0 +1,175 @@
+"""A compiled graph is a stateless function of (weights, inputs). Its spec says what it accepts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from ..common.torch_compat import pytree
+from .context_options import decode_writes
+from .guard_expressions import evaluate
+
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+# A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
+_SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One parameter or buffer of a region."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of a region's call."""
+
+    sizes: tuple[int | str, ...]
+    """A fixed size is a number. Any other size is an expression over the graph's symbols."""
+    dtype: str
+    memory_format: str
+    """The memory format that the graph was compiled for: a key of `MEMORY_FORMATS`."""
+    hints: tuple[int, ...] = ()
+    """Sizes of the example that the graph was traced with."""
+    symbolic: tuple[bool, ...] = ()
+    """Whether tracing was asked to make each size a symbol."""
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """The contract of a graph: plain data, the same for every backend."""
+
+    region: str
+    """Name of the region's class, for people."""
+    device: str
+    weights: tuple[WeightSpec, ...]
+    inputs: tuple[InputSpec, ...]
+    guards: tuple[str, ...]
+    """Relations between symbols that tracing and compilers rely on."""
+    mutated: tuple[int, ...]
+    """Indices of the inputs that the region writes to."""
+    outputs: tuple[bool, ...]
+    """Whether each leaf of the region's result is a tensor. Any other leaf is None."""
+    tree: str
+    """Structure of the region's result, as `torch.utils._pytree.treespec_dumps` writes it."""
+    reads: tuple[str, ...] = ()
+    """Options that the code asked for and that the traced call did not have. Calls that have one run eagerly."""
+    writes: str = ""
+    """The values that the code leaves in its call's options, as `options.encode_writes` writes them."""
+
+    def left_behind(self, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Return the values that a call with these input shapes leaves in its options."""
+        return decode_writes(self.writes, self._bind_symbols(shapes) or {})
+
+    @cached_property
+    def weight_layout(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:
+        """Shape, stride, dtype and device of each weight, as torch has them."""
+        device = torch.device(self.device)
+        return [(w.shape, w.stride, getattr(torch, w.dtype.removeprefix("torch.")), device) for w in self.weights]
+
+    @cached_property
+    def weight_names(self) -> tuple[str, ...]:
+        """The name of each weight in its region. Calls match their weights to the graph's by these names."""
+        return tuple(weight.name for weight in self.weights)
+
+    @cached_property
+    def _tree(self) -> pytree.TreeSpec:
+        return pytree.treespec_loads(self.tree)
+
+    def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a call with these input shapes is one of those the graph was traced for."""
+        symbols = self._bind_symbols(shapes)
+        if symbols is None:
+            return False
+        try:
+            return all(evaluate(guard, symbols) for guard in self.guards) and all(
+                size == (evaluate(expected, symbols) if isinstance(expected, str) else expected)
+                for spec, shape in zip(self.inputs, shapes, strict=True)
+                for expected, size in zip(spec.sizes, shape, strict=True)
+            )
+        except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
+            return False
+
+    def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
+        """Return the symbols that are 1 in this call.
+
+        Tracing assumes that every symbol is 2 or more. A graph that is right at other sizes may be wrong at
+        these.
+        """
+        return frozenset(name for name, size in (self._bind_symbols(shapes) or {}).items() if size == 1)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Put output tensors into the structure that the region returns."""
+        supply = iter(tensors)
+        return pytree.tree_unflatten([next(supply) if is_tensor else None for is_tensor in self.outputs], self._tree)
+
+    def _bind_symbols(self, shapes: Sequence[Sequence[int]]) -> dict[str, int] | None:
+        symbols: dict[str, int] = {}
+        if len(shapes) != len(self.inputs):
+            return None
+        for spec, shape in zip(self.inputs, shapes, strict=True):
+            if len(spec.sizes) != len(shape):
+                return None
+            for expected, size in zip(spec.sizes, shape, strict=True):
+                match = _SYMBOL.fullmatch(str(expected))
+                if match is None:
+                    continue
+                factor, name = int(match["factor"] or 1), match["name"]
+                if size < 1 or size % factor or symbols.setdefault(name, size // factor) != size // factor:
+                    return None
+        return symbols
+
+
+class Executable(Protocol):
+    """A backend's compiled form of a region. It takes weights and inputs, flat and in order."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]: ...
+
+    def to_bytes(self) -> bytes:
+        """Return bytes from which the same backend's `load` makes an equal executable."""
+        ...
+
+
+@dataclass(frozen=True)
+class GraphIdentity:
+    """The fields that identify a graph in memory and on disk: its key, what it was made for, and its contract."""
+
+    key: str
+    fingerprint: str
+    """Fingerprint of the kind of region."""
+    structure: str
+    """The calls' structure, as text."""
+    backend: str
+    environment: Mapping[str, str]
+    """Versions and device that the executable was built for, as `Backend.environment` returned them."""
+    spec: GraphSpec
+
+    def identity(self) -> dict[str, Any]:
+        """Return these fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(GraphIdentity)}
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGraph(GraphIdentity):
+    """A graph that can be called. It holds no weights."""
+
+    executable: Executable
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """The dtype that the graph computes in, if that is coarser than its inputs. Otherwise None."""
+        return getattr(self.executable, "precision", None)
+
+    def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the region's output tensors, in the order of `spec.outputs`."""
+        return self.executable(*weights, *inputs)

@@ -1,0 +1,172 @@
+"""Who uses which graphs: the roles of each workflow, and the report that people see.
+
+A host drops what only its nodes hold as soon as the workflow changes, so the process keeps one registry. It holds
+models weakly.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..common.counters import Counters, totals
+from ..common.timing import speed_up
+from ..compile_cache.graph_cache import CacheEntry, GraphCache
+from ..runtime.compiled_model import CompiledModel
+from ..runtime.summary import KindInUse
+
+MAX_WORKFLOWS = 64
+"""Workflows kept in the report: those that ran last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """One compiled object of a workflow: which node made it, and its counts."""
+
+    counters: Counters
+    model: Callable[[], CompiledModel | None]
+
+
+class Registry:
+    """Knows which models play the roles of each workflow, and what they use of the cache."""
+
+    def __init__(self, cache: GraphCache | None = None) -> None:
+        self.cache = cache or GraphCache()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, on any thread, when graphs or roles come or go. Must return at once."""
+        self.cache.on_change = lambda: self.on_change()
+        self._workflows: OrderedDict[str, dict[str, Role]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
+        """Say that a role of a workflow is now played by this model. To be said whenever it runs."""
+        with self._lock:
+            roles = self._workflows.setdefault(workflow, {})
+            self._workflows.move_to_end(workflow)
+            before = roles.get(name)
+            roles[name] = Role(model.counters, weakref.ref(model))
+            while len(self._workflows) > MAX_WORKFLOWS:
+                self._workflows.popitem(last=False)
+        if before is None or before.counters is not model.counters:
+            self.on_change()
+
+    def models(self, workflow: str) -> dict[str, CompiledModel] | None:
+        """Return the models that play a workflow's roles, those that still live; None for an unknown workflow."""
+        with self._lock:
+            roles = self._workflows.get(workflow)
+            return None if roles is None else _models(roles)
+
+    def keep(self, workflow: str) -> set[str]:
+        """Have the store hold the graphs of a workflow; return the keys of those that it does hold."""
+        models = (self.models(workflow) or {}).values()
+        return self.cache.store_graphs(graph for model in models for graph in model.graphs())
+
+    def drop(self, workflow: str, keys: Set[str]) -> int:
+        """Forget a workflow and these of its graphs; return how many left memory. Not while a model of it runs.
+
+        Graphs that models of other workflows use stay in memory. A model that runs again asks for its graphs again.
+        """
+        with self._lock:
+            models = _models(self._workflows.pop(workflow, {})).values()
+            others = [m for roles in self._workflows.values() for m in _models(roles).values() if m not in models]
+            gone = keys - {graph.key for model in others for graph in model.graphs()}
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # an interrupted prompt may have left kernels of these graphs in the queue
+            for model in models:
+                model.drop(keys)
+        self.cache.forget(gone)
+        return len(gone)
+
+    def report(self) -> dict[str, Any]:
+        """Return workflows, roles, graphs, counts and sizes as JSON-able data, without paths of this machine.
+
+        Times are in seconds, sizes in bytes.
+        """
+        disk = self._disk()
+        with self._lock:
+            workflows = {
+                workflow: {"roles": {name: _role_report(role) for name, role in roles.items()}}
+                for workflow, roles in self._workflows.items()
+            }
+        regions = {
+            key: sum(role[key] for w in workflows.values() for role in w["roles"].values())
+            for key in ("regions", "compiled", "variants", "eager")
+        }
+        sizes = self.cache.sizes()
+        memory = {"graphs": len(sizes), "bytes": sum(sizes)}
+        return {"workflows": workflows, "totals": regions | _counts(totals), "memory": memory, "disk": disk}
+
+    def _disk(self) -> dict[str, Any] | None:
+        """Return what the store holds, or None if there is no telling at once."""
+        store = self.cache.store
+        if store is None or not store.is_near:
+            return None
+        try:
+            entries = store.entries()
+        except OSError:
+            return None
+        return {"graphs": len(entries), "bytes": sum(entry.size for entry in entries), "limit": store.limit}
+
+
+def _models(roles: Mapping[str, Role]) -> dict[str, CompiledModel]:
+    return {name: model for name, role in roles.items() if (model := role.model())}
+
+
+def _role_report(role: Role) -> dict[str, Any]:
+    model = role.model()
+    summary = model.summary() if model else None
+    kinds = model.kinds() if model else []
+    timed = [(kind.blocks, entry.timing) for kind in kinds for entry in kind.graphs if entry.timing]
+    gauges = {
+        "regions": summary.regions if summary else 0,
+        "compiled": summary.compiled if summary else 0,
+        "variants": summary.variants if summary else 0,
+        "eager": summary.eager if summary else 0,
+        "graphs": [row for kind in kinds for row in _rows(kind)],
+        "speed_up": speed_up(timed),
+        "paces": [asdict(figure) for figure in model.pace.figures()] if model else [],
+    }
+    return gauges | _counts(role.counters)
+
+
+def _rows(kind: KindInUse) -> list[dict[str, Any]]:
+    """Return what serves a kind of region: a row for each graph and for each reason that there is none."""
+    same = {"region": kind.region, "blocks": kind.blocks}
+    rows = [same | _graph_row(entry) for entry in kind.entries]
+    rows += [same | {"state": "eager", "reason": reason} for reason in kind.refusals]
+    return rows or [same | {"state": "waiting", "reason": ""}]
+
+
+def _graph_row(entry: CacheEntry) -> dict[str, Any]:
+    return {
+        "state": "eager" if entry.retired else "compiled",
+        "reason": entry.retired or "",
+        "key": entry.graph.key,
+        "backend": entry.graph.backend,
+        "source": entry.source,
+        "seconds": entry.seconds,
+        "bytes": entry.size,
+        "timing": asdict(entry.timing) if entry.timing else None,
+    }
+
+
+def _counts(counters: Counters) -> dict[str, Any]:
+    return {
+        "from_memory": counters.from_memory,
+        "from_disk": counters.from_disk,
+        "from_file": counters.from_file,
+        "reasons": dict(counters.eager_calls),
+        "calls": counters.calls,
+        "recordings": counters.recordings,
+        "replays": counters.replays,
+        "compiles": counters.compiles,
+        "verifications": counters.verifications,
+        "retired": counters.retired,
+        "seconds": round(counters.seconds, 3),
+    }

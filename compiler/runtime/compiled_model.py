@@ -1,0 +1,218 @@
+"""One compiled model. This page is the trick; each name on it leads to a file.
+
+A diffusion network is a few kinds of block (regions), each repeated many times. A block is a function of its weights
+and its inputs, so one graph serves every block of a kind, with any weights, at any size:
+
+    regions, kinds    `region`, `region_kinds`    which blocks are equal, by what their code can read
+    requests          `probe`                     which graphs a call of the network wants
+    graphs            `graph_cache`               from memory, the store, or `trace` and a backend
+    calls             `region_forward`            look up the graph, guard, run; or run eagerly, for a counted reason
+
+Before a sampling `follow` sees whether the blocks are still what their graphs were made of. A graph is compared with
+eager before it serves, and one call in many afterwards (`canary`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..common.counters import Counters, totals
+from ..common.timing import Pace
+from ..compile_cache.background_queue import Background
+from ..compile_cache.graph_cache import CacheEntry, GraphCache
+from ..identity.call_signature import Structure
+from ..identity.graph_spec import CompiledGraph, GraphIdentity
+from ..identity.regions import Region
+from ..storage.graph_file import StoredGraph
+from ..tracing.shape_discovery import ModelCall
+from .canary import Canary
+from .graph_supply import GraphSupply, OnProgress
+from .region_forward import RegionForward
+from .region_kind import RegionKind
+from .region_kinds import RegionKinds, Target
+from .running_call import RunningCall
+from .summary import KindInUse, Progress, Summary, entries_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What whoever compiles a model may choose."""
+
+    verify: bool = True
+    """Whether a graph is compared with eager before it serves."""
+    background: Background | None = None
+    """Where to compile what a call misses, while the call runs eagerly. Without it the call waits."""
+    on_change: Callable[[], None] = lambda: None
+    """Called, on any thread, when a running call has brought graphs, or one has failed its check."""
+
+
+def _ignore(progress: Progress) -> None: ...
+
+
+class CompiledModel:
+    """Makes a `forward` for each region of a network, and gets graphs for them. Holds the network weakly."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        regions: Iterable[Region],
+        target: Target,
+        cache: GraphCache,
+        options: Options = Options(),
+    ) -> None:
+        self.counters = Counters(parent=totals)
+        self.pace = Pace()
+        """What calls of the network take; told by whoever makes them."""
+        self.host = target.host
+        self.verifies = options.verify
+        self._options = options
+        self._cache = cache
+        self._kinds = RegionKinds(network, [region.path for region in regions], target)
+        self._supply = GraphSupply(self._kinds, cache, self.counters, options.background, options.on_change)
+        self._forwards: weakref.WeakValueDictionary[str, RegionForward] = weakref.WeakValueDictionary()
+        self._canary = Canary()
+
+    def prepare(self, call: ModelCall, on_progress: OnProgress = _ignore, name: str = "") -> None:
+        """Provide the graphs that a call of the network will use: from memory, the store, or compiled now.
+
+        What a call with a name wants is remembered as long as the network lives. Between graphs the host may cancel;
+        what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
+        """
+        self._supply.prepare(call, on_progress, name)
+
+    def load(self, stored: Iterable[StoredGraph], keep: bool = False) -> list[str]:
+        """Use graphs from a file for the regions they were made for, without looking at a call.
+
+        `keep` keeps those that fit no region as it is now for when the network changes its dtype or device.
+        Returns a sentence for each reason why graphs that fit a region cannot serve here.
+        """
+        return self._supply.load(stored, keep)
+
+    def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = _ignore) -> None:
+        """Provide graphs like those of a file that cannot be loaded here. The file need not be trusted.
+
+        Between graphs the host may cancel.
+        """
+        self._supply.compile_listed(listed, on_progress)
+
+    def forwards(self) -> dict[str, RegionForward]:
+        """Return what takes the place of each region's `forward`, by path: whoever installs them keeps them alive."""
+        network, made = self._kinds.model(), []  # a list, or the weak dictionary would lose them at once
+        for path in self._kinds.paths():
+            if path not in self._forwards:
+                forward = RegionForward(network.get_submodule(path), path, self._kinds.at(path), self)
+                self._forwards[path] = forward
+                made.append(forward)
+        return dict(self._forwards)
+
+    def follow(self) -> bool:
+        """See, before a sampling, whether the regions are still what was described; go on as what they are now.
+
+        Returns whether something has changed. Takes milliseconds if nothing has.
+        """
+        if self._kinds.are_unchanged():
+            return False
+        modules = self._kinds.describe_again()
+        for path, forward in list(self._forwards.items()):
+            module, kind = modules.get(path), self._kinds.at(path)
+            if module is not None and not forward.serves(module, kind):
+                forward.become(module, kind)
+        self._supply.use_pending()
+        return True
+
+    def watch_over(self) -> bool:
+        """Have one call of one region compared with eager, in turn, if it is time; return whether it is."""
+        if not self.verifies or not self._canary.is_due():
+            return False
+        forward = self._canary.choose(list(self._forwards.values()))
+        if forward is not None:
+            forward.check_next = True
+        return forward is not None
+
+    def note_call(self, call: RunningCall) -> None:
+        """Take note of a call of the network that has ended."""
+        self._canary.note(call)
+
+    def provide(self, kind: RegionKind, structure: Structure, call: RunningCall | None) -> str | None:
+        """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
+        repeated = None if call is None else call.repeated()
+        if repeated is None:
+            return "a kind of call that was not foreseen"
+        return self._supply.provide(kind, structure, repeated)
+
+    def describe(self, path: str) -> RegionKind:
+        """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
+        kind = self._kinds.describe(path)
+        self._supply.use_pending()
+        return kind
+
+    def is_unchanged(self) -> bool:
+        """Whether the regions are what was described when the running call began."""
+        return self._kinds.are_unchanged()
+
+    def give_up(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
+        """Stop using a graph that failed its check; `was_right` if it passed one before.
+
+        One that was loaded and never right here is compiled again. One that was right before meets something that no
+        description sees: another graph under its name would be wrong for somebody else.
+        """
+        if entry.source in ("disk", "file") and not was_right:
+            log.warning("The graph of %s that was loaded is compiled again.", entry.graph.spec.region)
+            self._supply.evict(kind, entry)
+        else:
+            entry.retired = reason
+        self._options.on_change()
+
+    def graphs(self) -> list[CompiledGraph]:
+        """Return the graphs in use, each once."""
+        entries = [entry for kind in self._kinds for entry in entries_of(kind) if not entry.retired]
+        return list({entry.graph.key: entry.graph for entry in entries}.values())
+
+    def drop(self, keys: Set[str]) -> None:
+        """Forget graphs, not while the network runs. Calls that want them ask the cache for them again."""
+        for kind in self._kinds:
+            kind.drop(keys)
+
+    def like(self, network: nn.Module, regions: Iterable[Region]) -> CompiledModel:
+        """Return another compiled model with the same device, backend, cache and host."""
+        return CompiledModel(network, regions, self._kinds.target, self._cache)
+
+    def network_name(self) -> str:
+        """Return the class of the network, for people."""
+        return type(self._kinds.model()).__name__
+
+    def kinds(self) -> list[KindInUse]:
+        """Return the kinds of region that the network has now."""
+        return self._kinds.in_use()
+
+    def summary(self) -> Summary:
+        """Return how things stand now."""
+        return Summary.of(self.kinds(), self.counters, self._supply.loaded, self._supply.compiled)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network runs."""
+        return self._kinds.target.device
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that its graphs are for."""
+        return self._kinds.target.backend.name
+
+    @property
+    def background(self) -> Background | None:
+        """Where it compiles while it runs, if it does."""
+        return self._options.background
+
+    @property
+    def pending(self) -> int:
+        """Graphs of files that wait for the network to change its dtype or device."""
+        return len(self._supply.pending)

@@ -1,0 +1,266 @@
+"""How a model gets its graphs: from a file, ahead of its first call, or when a call misses one.
+
+Each graph goes to the kind of region that it is for, and each reason why there is none goes there too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ..common.counters import Counters
+from ..common.errors import one_line
+from ..common.random_state import same_random_numbers
+from ..compile_cache.background_queue import Background
+from ..compile_cache.graph_cache import CacheEntry, CompileIn, GraphCache, Outcome, Requester
+from ..compile_cache.key import environment, request_version
+from ..identity.call_signature import Structure, Unsupported
+from ..identity.graph_spec import GraphIdentity
+from ..storage.graph_file import StoredGraph
+from ..tracing.export import Variant
+from ..tracing.shape_discovery import ModelCall, wanted_variants
+from ..tracing.side_effects import turns, untouched
+from .region_kind import RegionKind
+from .region_kinds import RegionKinds
+from .summary import Progress
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[Progress], None]
+
+
+class CannotCallAhead(Exception):
+    """A model that cannot run under fake tensors with the inputs it was given; its own error is the cause."""
+
+
+class GraphSupply:
+    """Provides graphs for the kinds of one model."""
+
+    def __init__(
+        self,
+        kinds: RegionKinds,
+        cache: GraphCache,
+        counters: Counters,
+        background: Background | None,
+        on_change: Callable[[], None],
+    ) -> None:
+        """With a `background`, what a running call misses is compiled there."""
+        self.compiled: list[str] = []
+        """Regions whose graphs had to be compiled."""
+        self.pending: list[StoredGraph] = []
+        """Graphs of files that wait for the model to change its dtype or device."""
+        self._kinds = kinds
+        self._cache = cache
+        self._counters = counters
+        self._background = background
+        self._on_change = on_change
+        self._loaded: set[str] = set()
+
+    @property
+    def loaded(self) -> int:
+        """Kinds, of those that the model has now, that a file gave a graph."""
+        return len(self._loaded & set(self._kinds.paths().values()))
+
+    def load(self, stored: Iterable[StoredGraph], keep: bool) -> list[str]:
+        """Use graphs from a file for the kinds they were made for, without looking at a call.
+
+        `keep` keeps those that fit no region as it is now for when the model changes its dtype or device.
+        Returns a sentence for each reason why graphs that fit a region cannot serve here.
+        """
+        refused: Counter[str] = Counter()
+        classes = {kind.cls.__name__ for kind in self._kinds}
+        waiting = [graph for graph in stored if not self._use_stored(graph, refused)]
+        self.pending = [graph for graph in waiting if keep and graph.spec.region in classes]
+        return [f"{count} graphs of the file were {reason}; compiled here instead" for reason, count in refused.items()]
+
+    def use_pending(self) -> None:
+        """Use graphs of files that fit what the model has become."""
+        self.pending = [graph for graph in self.pending if not self._use_stored(graph, Counter())]
+
+    def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress) -> None:
+        """Provide graphs like those of a file that cannot be loaded here. The file need not be trusted.
+
+        Between graphs the host may cancel.
+        """
+        requests = [request for identity in listed if (request := self._request_like(identity))]
+        for done, request in enumerate(requests):
+            if self._is_missing(request) and self._kinds.of(request.fingerprint).has_room(request.structure.text):
+                self._check_cancelled()
+                on_progress(self._settle(self._get(request), done + 1, len(requests)))
+
+    def prepare(self, call: ModelCall, on_progress: OnProgress, name: str) -> None:
+        """Provide the graphs that a call of the model will use.
+
+        What a call with a name wants is remembered as long as the model lives. Between graphs the host may cancel;
+        what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
+        """
+        start = time.perf_counter()
+        try:
+            wanted = self._wanted_ahead(call, name)
+        except Exception as error:
+            raise CannotCallAhead(one_line(error)) from error
+        self._counters.add("seconds", time.perf_counter() - start)
+        missing = [request for request in wanted if self._is_missing(request)]
+        outcomes = self._cache.get_or_compile_all(missing, self._requester, self._is_beside, self._check_cancelled)
+        for done, outcome in enumerate(outcomes):
+            on_progress(self._settle(outcome, done + 1, len(missing)))
+
+    def provide(self, kind: RegionKind, structure: Structure, call: ModelCall) -> str | None:
+        """Provide a graph that a running call misses, or return why there is none.
+
+        With a background, raises Unsupported: the graph comes later.
+        """
+        if self._background is None:
+            self._kinds.describe_again()  # what has made one region another may have changed others, not called since
+            return self._provide_now(kind, structure, call)
+        self._background.submit((kind.fingerprint, structure.text), partial(self._provide_later, kind, structure, call))
+        raise Unsupported("compiling in the background")
+
+    def evict(self, kind: RegionKind, entry: CacheEntry) -> None:
+        """Forget a graph that was loaded and is wrong: the next call that wants it has it compiled."""
+        self._cache.evict(entry)
+        kind.drop({entry.graph.key})
+
+    def _provide_later(self, kind: RegionKind, structure: Structure, call: ModelCall) -> None:
+        if self._kinds.model() is None or kind.is_settled(structure.text):
+            return
+        if reason := self._provide_now(kind, structure, call):
+            kind.refuse(structure.text, reason)
+            self._on_change()
+
+    def _provide_now(self, kind: RegionKind, structure: Structure, call: ModelCall) -> str | None:
+        try:
+            requests = self._look_ahead(call)
+        except Exception as error:
+            return f"its sizes cannot be told apart from data ({one_line(error)})"
+        of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
+        if structure.text not in {request.structure.text for request in of_kind}:
+            # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
+            alike = (request.with_structure(structure) for request in of_kind)
+            requests += [request for request in alike if request][:1]
+        for request in requests:
+            if not self._kinds.of(request.fingerprint).is_settled(request.structure.text) and self._is_missing(request):
+                self._check_cancelled()
+                self._settle(self._get(request), 1, 1)
+        self._on_change()
+        if kind.is_settled(structure.text):
+            return None
+        return "an argument that changes with the size, or sizes that cannot be told apart"
+
+    def _wanted_ahead(self, call: ModelCall, name: str) -> list[Variant]:
+        """Return what a call wants, from memory or the store if it has a name that is known there."""
+        if not name:
+            return self._look_ahead(call)
+        model, paths, device = self._kinds.model(), self._kinds.paths(), self._kinds.target.device
+        state = name, device, tuple(paths.items())
+        requests = self._cache.remembered(model, state)
+        if requests is None:
+            memo = self._memo_name(name)
+            requests = self._cache.memo(memo, device)
+            if requests is None:
+                requests = self._look_ahead(call)
+                self._cache.save_memo(memo, requests)
+            self._cache.remember(model, state, requests)
+        modules = {fingerprint: model.get_submodule(path) for path, fingerprint in paths.items()}
+        known = [request for request in requests if request.fingerprint in modules]  # a memo is anybody's
+        return [replace(request, module=modules[request.fingerprint]) for request in known]
+
+    def _memo_name(self, name: str) -> str:
+        """Return a digest of what the graphs depend on that a call wants; nothing if the model has no fingerprint."""
+        network = self._kinds.network_fingerprint() if self._cache.store else ""
+        if not network:
+            return ""
+        target = self._kinds.target
+        record = [name, str(target.device), network, sorted(self._kinds.paths().items()), request_version(target.host)]
+        return hashlib.sha256(json.dumps([*record, torch.__version__]).encode()).hexdigest()
+
+    def _look_ahead(self, call: ModelCall) -> list[Variant]:
+        """Return what a call wants. The person's random numbers stay where they are, if the person waits."""
+        # Beside a sampling its generator may be drawn from meanwhile, and must not be set back.
+        beside = turns.alone() if self._is_beside else same_random_numbers(self._kinds.target.device)
+        with beside:
+            return self._cache.run("probe", lambda: self._wanted(call))
+
+    def _wanted(self, call: ModelCall) -> list[Variant]:
+        model, target = self._kinds.model(), self._kinds.target
+        with untouched(model, target.host, getattr(call, "classes", ())):
+            return wanted_variants(model, self._kinds.regions(), target.device, target.host, call)
+
+    def _use_stored(self, graph: StoredGraph, refused: Counter[str]) -> bool:
+        """Use a graph from a file if a region is what it was made for, or note why that region cannot."""
+        kind, target = self._kinds.of(graph.fingerprint), self._kinds.target
+        if kind is None or kind.closed:
+            return False
+        if different := _difference(graph.environment, environment(target.backend, target.device, target.host)):
+            refused[f"made for {different}"] += 1
+            return False
+        try:
+            kind.add(graph.structure, self._cache.add_loaded(graph, self._requester))
+            self._loaded.add(graph.fingerprint)
+        except Exception as error:
+            refused[f"not loaded ({one_line(error)})"] += 1
+        return True
+
+    def _request_like(self, identity: GraphIdentity) -> Variant | None:
+        region = self._kinds.region_of(identity.fingerprint)
+        if region is None:
+            return None
+        try:
+            return Variant.like(identity, region, self._kinds.target.device)
+        except ValueError as error:
+            log.warning("A graph of %s that a file lists makes no sense here: %s.", region.path, error)
+            return None
+
+    def _is_missing(self, request: Variant) -> bool:
+        kind = self._kinds.of(request.fingerprint)
+        return not kind.closed and request.structure.text not in kind.graphs
+
+    def _get(self, request: Variant) -> Outcome:
+        place = CompileIn.WORKER_REQUIRED if self._is_beside else CompileIn.PROCESS
+        return self._cache.get_or_refuse(request, self._requester, place)
+
+    def _settle(self, outcome: Outcome, done: int, total: int) -> Progress:
+        """Give a kind its graph, or the reason why it has none."""
+        request, reason = outcome.request, ""
+        kind = self._kinds.of(request.fingerprint)
+        if outcome.entry is not None:
+            kind.add(request.structure.text, outcome.entry)
+        else:
+            reason = one_line(outcome.error)
+            kind.refuse(request.structure.text, reason)
+            log.warning("%s stays eager: %s", request.region, reason)
+            log.debug("%s", request.region, exc_info=outcome.error)
+        if outcome.source == "compiled":
+            self.compiled.append(request.region)
+        return Progress(done, total, request.region, outcome.source, outcome.seconds, reason)
+
+    @property
+    def _requester(self) -> Requester:
+        target = self._kinds.target
+        return Requester(target.backend, target.host, self._counters)
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether a model may run while graphs are compiled."""
+        return self._background is not None
+
+    def _check_cancelled(self) -> None:
+        """Let the host cancel, unless this goes on beside it: asking can answer for somebody else's prompt."""
+        if not self._is_beside:
+            self._kinds.target.host.check_cancelled()
+
+
+def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Name the first field in which two environments differ, or return nothing."""
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            return f"{name} {theirs.get(name, 'none')}, and this is {ours.get(name, 'none')}"
+    return ""

@@ -1,0 +1,208 @@
+"""Guards: they detect what can change in a region between two calls without notice.
+
+They run on every call. So each guard remembers the last state that it found valid, and first asks, cheaply, whether
+anything has changed since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain, starmap
+from operator import getitem, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.host import Host
+from ..common.torch_compat import global_forward_hooks, global_forward_pre_hooks
+from ..identity.call_signature import STATIC_TYPES, TENSOR_TYPES, Unsupported
+from ..identity.graph_spec import GraphSpec
+from ..identity.memory_format import has_layouts
+from ..tracing.weightless_copy import tensor_slots
+
+
+class Changed(Exception):
+    """A region has changed since it was described: its modules, settings, shapes or dtypes differ."""
+
+
+class ModuleGuard:
+    """Whether the modules inside a region still run the code that was traced."""
+
+    def __init__(self, region: nn.Module, host: Host) -> None:
+        self._host = host
+        # The guard keeps dictionaries, not modules: a reference to the region itself would keep it alive.
+        self._modules = [(weakref.ref(m), m.__dict__) for m in region.modules() if m is not region]
+        self._attributes = [attributes for _, attributes in self._modules]
+        self._hooks = [
+            attributes[name] for attributes in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")
+        ]
+        tables = [module._modules for module in region.modules()]
+        self._child_tables = [table for table in tables if table]
+        self._empty_child_tables = [table for table in tables if not table]
+        self._children = self._current_children()
+        self._sizes: list[int] | None = None
+        self._weight_hooks: list[tuple[dict[str, Any], str]] = []
+        self._settings = [
+            (module.__dict__, name, _snapshot(module.__dict__[name]))
+            for module in region.modules()
+            for name in host.settings & module.__dict__.keys()
+        ]
+
+    def check(self) -> None:
+        """Raise Unsupported if a hook, a replaced forward or a weight function is inside the region.
+
+        Raises Changed if its modules, or settings that people change according to the host, have changed.
+        """
+        if global_forward_hooks or global_forward_pre_hooks:
+            raise Unsupported("a hook on every module of the process")
+        if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
+            raise Unsupported("a hook on a module inside the region")
+        if any(self._empty_child_tables) or self._current_children() != self._children:
+            raise Changed
+        if any(_snapshot(attributes.get(name)) != before for attributes, name, before in self._settings):
+            raise Changed
+        # A new attribute changes its dictionary's size. The values of attributes that existed before are read below.
+        if list(map(len, self._attributes)) != self._sizes:
+            self._rescan()
+        if any(starmap(getitem, self._weight_hooks)):
+            name = next(name for attributes, name in self._weight_hooks if attributes[name])
+            raise Unsupported(f"weights changed on the fly ({name})")
+
+    def _current_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._child_tables)))
+
+    def _rescan(self) -> None:
+        self._sizes = None
+        for reference, attributes in self._modules:
+            if "forward" in attributes and not self._host.module_is_clean(reference()):
+                raise Unsupported("a replaced forward inside the region")
+        self._weight_hooks = [(a, name) for a in self._attributes for name in self._host.weight_hooks if name in a]
+        if not any("forward" in attributes for attributes in self._attributes):
+            self._sizes = list(map(len, self._attributes))
+
+
+def _snapshot(value: Any, depth: int = 3) -> Any:
+    """Return the form in which settings are compared: plain values, their containers, objects with their attributes."""
+    if isinstance(value, dict) and depth:
+        return {key: _snapshot(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple | set) and depth:
+        return [_snapshot(item, depth - 1) for item in value]
+    if hasattr(value, "__dict__") and depth and not isinstance(value, torch.Tensor | type):
+        return value, {n: _snapshot(item, depth - 1) for n, item in vars(value).items() if not n.startswith("_")}
+    return value if isinstance(value, STATIC_TYPES) else id(value)
+
+
+class WeightGuard:
+    """Reads a region's current weights, and checks whether a graph can take them."""
+
+    def __init__(self, region: nn.Module, host: Host, device: torch.device) -> None:
+        """`device` is where the region runs. Its weights may still be elsewhere."""
+        named = list(tensor_slots(region))
+        self._slots = [slot for _, slot in named]
+        self._names = tuple(name for name, _ in named)
+        self._shapes = [(weight.dtype, weight.shape) for weight in self.current()]
+        self._device = device if host.weights_say_device else None
+        self._spec: GraphSpec | None = None
+        self._known = _Tensors([])
+
+    def check(self) -> list[torch.Tensor | None]:
+        """Return the current weights.
+
+        Raises Changed if their shapes or dtypes have changed, or if their device shows that the model has moved.
+        """
+        weights = self.current()
+        if self._spec is not None and self._known.are(weights):
+            return weights
+        self._spec = None
+        if [weight is not None and (weight.dtype, weight.shape) for weight in weights] != self._shapes:
+            raise Changed
+        if self._device is not None and any(weight.device != self._device for weight in weights):
+            raise Changed
+        return weights
+
+    def admit(self, weights: list[torch.Tensor | None], spec: GraphSpec) -> list[torch.Tensor]:
+        """Return weights, which `check` returned, in the layout of `spec`.
+
+        Raises Unsupported with the reason if they do not match `spec`.
+        """
+        if spec is self._spec:
+            return weights
+        self._spec = None
+        if self._names != spec.weight_names:
+            raise _other_weights(next(iter(self._names), "none"))
+        arranged = [self._admit(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
+        if all(map(is_, weights, arranged)):
+            self._spec, self._known = spec, _Tensors(weights)
+        return arranged
+
+    def current(self) -> list[torch.Tensor | None]:
+        """Return the current weights without a check."""
+        return list(starmap(dict.get, self._slots))
+
+    @staticmethod
+    def _admit(weight: Any, name: str, layout: tuple) -> torch.Tensor:
+        shape, stride, dtype, device = layout
+        if type(weight) not in TENSOR_TYPES:
+            raise Unsupported(f"weights of type {type(weight).__name__}")
+        if weight.device != device:
+            raise Unsupported(f"weights on {weight.device} while the model runs on {device}")
+        if weight.dtype != dtype or weight.shape != shape:
+            raise _other_weights(name)
+        if weight.stride() == stride:
+            return weight
+        # A removed LoRA leaves contiguous weights where the model had channels_last ones.
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
+
+
+def _other_weights(path: str) -> Unsupported:
+    name = path.rpartition(".")[2]
+    return Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
+
+
+class _Tensors:
+    """Remembers tensors without keeping them alive."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._identities = list(map(id, tensors))
+        # Hosts move weights by replacing the data that a Parameter points to.
+        self._pointers = list(map(torch.Tensor.data_ptr, tensors))
+        # A change of layout leaves weights at the same address.
+        self._layout_places = [place for place, tensor in enumerate(tensors) if has_layouts(tensor)]
+        self._strides = self._strides_of(tensors)
+        # Another tensor can get the identity and the address of one that was freed.
+        self._gone: list[weakref.ref] = []
+        self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
+
+    def are(self, tensors: list[torch.Tensor | None]) -> bool:
+        """Whether these are the remembered tensors, at the same addresses and in the same layout."""
+        if self._gone or list(map(id, tensors)) != self._identities:
+            return False
+        return (
+            list(map(torch.Tensor.data_ptr, tensors)) == self._pointers and self._strides_of(tensors) == self._strides
+        )
+
+    def _strides_of(self, tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+        return [tensors[place].stride() for place in self._layout_places]
+
+
+class TensorGuard:
+    """Checks that a network's tensors have not moved, and that its own attributes are unchanged."""
+
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        self._attributes = network.__dict__
+        self._values = self._current_values()
+        self._slots = [slot for _, slot in tensor_slots(network)]
+        tensors = self._current()
+        self.is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
+        self._known = _Tensors(tensors if self.is_usable else [])
+
+    def holds(self) -> bool:
+        """Return whether nothing has moved or changed. Always False if a tensor was not on the device at first."""
+        return self.is_usable and self._current_values() == self._values and self._known.are(self._current())
+
+    def _current(self) -> list[torch.Tensor | None]:
+        return list(starmap(dict.get, self._slots))
+
+    def _current_values(self) -> dict[str, int]:
+        return {name: id(value) for name, value in self._attributes.items()}

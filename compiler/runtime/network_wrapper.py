@@ -1,0 +1,184 @@
+"""Replaces the method by which a host calls a network, so that its regions run compiled during the call.
+
+The regions' forwards are installed only for the length of a call, so that nobody else has to remove them. A host
+that undoes patches by their paths would restore a forward on whatever module stands at a path by then, and that
+may be another extension's block.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.torch_compat import pytree
+from ..tracing.shape_discovery import ModelCall
+from ..tracing.side_effects import turns
+from .compiled_model import CompiledModel
+from .region_forward import RegionForward, eagerly
+from .running_call import RunningCall, entered
+from .sampling import EachCall, Sampling
+from .step_replay import StepReplay
+
+log = logging.getLogger(__name__)
+
+Repeat = Callable[[nn.Module, str, tuple, Mapping[str, Any]], ModelCall | None]
+"""Makes of a running call (network, method, arguments) what makes it again at other sizes."""
+
+OVERFLOWED = "a compiled image with values that are not finite, made again eagerly"
+
+
+class Entrance:
+    """Takes the place of a network's method. Each call of it is the running call of its thread."""
+
+    package = "compiled_graphs"
+    """Marks a patch as ours for another copy of this package, whatever its modules are called."""
+    stands_in = True
+    """Marks the object as our stand-in, which another copy of this package recognises too."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        method: str,
+        inner: Callable | None,
+        compiled: CompiledModel,
+        repeat: Repeat = lambda network, method, args, kwargs: None,
+    ) -> None:
+        """`inner` is what somebody else had put in the method's place, or None for the class's own.
+
+        `repeat` makes of a running call what makes it again at other sizes, so that what it misses can be compiled.
+        """
+        self._network = weakref.ref(network)
+        self._cls = type(network)
+        self.method = method
+        self.inner = inner
+        self.compiled = compiled
+        """The compiled model that this entrance serves, for callers that hold only the network."""
+        self._repeat = repeat
+        self.step_replay: StepReplay | None = None
+        """If set, replays repeated calls as CUDA graphs, without Python."""
+        self.on_call: Callable[[], None] = lambda: None
+        """Called before each call of the network."""
+        self.sampling: Sampling = EachCall()
+        """Tells whether this call belongs to a sampling whose network was checked already."""
+        self._forwards: dict[str, RegionForward] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
+            return self._call_network(*args, **kwargs)
+        call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs))
+        with entered(call):
+            self.on_call()
+            is_watched = self._refresh()
+            with turns.shared(), self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call)):
+                if self.step_replay is None or is_watched:
+                    result = self._call_compiled(*args, **kwargs)
+                else:
+                    result = self.step_replay.serve(self._call_compiled, args, kwargs, call)
+            self.compiled.note_call(call)
+            return result
+
+    def _had_setup(self, call: RunningCall) -> bool:
+        """Whether a next call like it takes less: something was set up, or compiled beside it."""
+        background = self.compiled.background
+        return call.had_setup or (background is not None and background.is_busy)
+
+    def _refresh(self) -> bool:
+        """Before a sampling, check whether the network has changed since its graphs were made.
+
+        Returns whether a block of this call is compared with eager.
+        """
+        if not self.sampling.is_known():
+            has_changed = self.compiled.follow()
+            if self.step_replay is not None:
+                self.step_replay.forget() if has_changed else self.step_replay.look()
+            self.sampling.note()
+        return self.compiled.watch_over()
+
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        installed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        try:
+            self._install_forwards(installed)
+            return self._enter(*args, **kwargs)
+        finally:
+            for attributes, before in installed:
+                attributes.pop("forward", None)
+                attributes.update(before)
+
+    def install_while_running(self, forwards: Mapping[str, RegionForward]) -> None:
+        """Install these forwards, by the path of their block, during each call of the network."""
+        self._forwards = dict(forwards)
+
+    def _install_forwards(self, installed: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        """Install the forwards. Appends each block's attributes, and a `forward` of its own, to `installed`."""
+        for forward in self._forwards.values():
+            module = forward.module()
+            if module is None:  # the block was replaced and freed
+                continue
+            before = module.__dict__.get("forward")
+            if before is None or getattr(before, "__func__", None) is type(module).forward:
+                installed.append((module.__dict__, {} if before is None else {"forward": before}))
+                module.__dict__["forward"] = forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable:
+        """Return the plain method for a copy of the network, which is not compiled."""
+        copied = memo.get(id(self._network()))
+        return self if copied is None else MethodType(getattr(type(copied), self.method), copied)
+
+    def __reduce__(self) -> tuple:
+        """Pickle as the method that was replaced, so that a loaded network is not compiled."""
+        return getattr, (self._network(), self.method)
+
+    def network(self) -> nn.Module | None:
+        """Return the network, or None if it is gone."""
+        return self._network()
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call_network(*args, **kwargs)
+
+    def _call_network(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
+
+
+class CodingEntrance(Entrance):
+    """The entrance of a VAE. A graph may overflow where eager code does not, and must not make a black image."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_broken: Callable[[str], None] = lambda line: None
+        """Called with a line for people when an image had to be made again eagerly."""
+
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        drawn = _random_state(device)
+        result = super()._enter(*args, **kwargs)
+        if _is_finite(result):
+            return result
+        _restore_random_state(device, drawn)  # an encoder may sample, and must then draw the same numbers again
+        with eagerly(OVERFLOWED):
+            again = super()._enter(*args, **kwargs)
+        if _is_finite(again):
+            log.warning("A VAE's graphs returned values that are not finite; eager code did not, so its image is used.")
+            self.on_broken(f"eager: {OVERFLOWED}")
+        return again
+
+
+def _is_finite(result: Any) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,349 @@
+"""What takes the place of a region's `forward`: each call goes to a graph, or runs eagerly for a counted reason.
+
+A call looks at what can change between calls without anybody telling us: the arguments, the host's patches, and
+where the weights are. What that leads to is remembered per structure (`region_kind`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..common.compare import disagreement
+from ..common.counters import Counters
+from ..common.host import Host
+from ..common.random_state import same_random_numbers
+from ..common.timing import compare
+from ..common.torch_compat import pytree
+from ..compile_cache.graph_cache import CacheEntry
+from ..identity.call_signature import Structure, Unsupported
+from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
+from .guards import Changed, ModuleGuard, WeightGuard
+from .region_kind import Miss, Plan, Refusal, RegionKind
+from .running_call import RunningCall, running_call
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """The model that a region belongs to, as the region sees it."""
+
+    host: Host
+    counters: Counters
+    verifies: bool
+    """Whether a graph is compared with eager before it serves."""
+
+    def provide(self, kind: RegionKind, structure: Structure, call: RunningCall | None) -> str | None:
+        """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
+        ...
+
+    def describe(self, path: str) -> RegionKind:
+        """Return the kind of a region that has changed."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Whether the model's regions are still what was described when the running call began."""
+        ...
+
+    def give_up(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
+        """Stop using a graph that failed its check; `was_right` if it passed one before."""
+        ...
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def eagerly(reason: str) -> Iterator[None]:
+    """Run every region of this thread eagerly for a while."""
+    outer = getattr(_thread, "eager", None)
+    _thread.eager = reason
+    try:
+        yield
+    finally:
+        _thread.eager = outer
+
+
+class RegionForward:
+    """Takes the place of one region's `forward`. Nothing in it refers back to the region's module."""
+
+    inner = None
+    """It is only ever put in the place of the class's own `forward`."""
+
+    def __init__(self, module: nn.Module, path: str, kind: RegionKind, owner: Owner) -> None:
+        self._path = path
+        self._owner = owner
+        self._host = owner.host
+        self._counters = owner.counters
+        self._verify = owner.verifies
+        self.check_next = False
+        """Set to have the next call compared with eager, whatever was proven before."""
+        self.become(module, kind)
+
+    def become(self, module: nn.Module, kind: RegionKind) -> None:
+        """Serve this module from now on, as a region of this kind."""
+        self._module = weakref.ref(module)
+        self._kind = kind
+        self._modules = ModuleGuard(module, self._host)
+        self._weights = WeightGuard(module, self._host, kind.device)
+
+    def serves(self, module: nn.Module, kind: RegionKind) -> bool:
+        """Whether it serves this module as a region of this kind already."""
+        return module is self._module() and kind is self._kind
+
+    def module(self) -> nn.Module | None:
+        """Return the region, or None if it is gone."""
+        return self._module()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable | None:
+        """A copy of the module has weights of its own, and is eager until somebody compiles it."""
+        twin = memo.get(id(self._module()))
+        return self if twin is None else MethodType(type(twin).forward, twin)
+
+    def __reduce__(self) -> tuple:
+        """Pickle as the method that this stands for: whoever loads it has a module that is not compiled."""
+        return getattr, (self._module(), "forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        eager = partial(type(module).forward, module)
+        if torch.compiler.is_compiling():
+            return eager(*args, **kwargs)
+        self._counters.add("calls")
+        if running := running_call(self._owner):
+            running.regions += 1
+        try:
+            weights = self._follow(module)
+            context = self._check_call(args, kwargs)
+            hooks = self._host.hooks(context, self._kind.strings)
+            plan, tensors = self._plan(args, kwargs, hooks, running)
+            if plan.reads and (reason := self._host.reaches(context, plan.reads)):
+                raise Unsupported(reason)
+            patches = self._host.patch_names(context, hooks) if hooks else frozenset()
+            if patches and patches in plan.entry.rejected:
+                raise Unsupported(plan.entry.rejected[patches])
+            spec = plan.entry.graph.spec
+            weights = self._weights.admit(weights, spec)
+            if spec.mutated:
+                _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
+        except Unsupported as reason:
+            self._note_eager(str(reason))
+            return eager(*args, **kwargs)
+        if running:
+            running.entries.add(plan.entry)
+        make_call = partial(_Call, plan, weights, tensors, context, hooks, patches, partial(self._eager, args, kwargs))
+        checked = plan.at_one | patches if patches else plan.at_one
+        if self._verify and (self.check_next or checked not in plan.entry.verified):
+            if not _is_recording(self._kind.device):
+                return self._run_checked(make_call())
+        if plan.writes:
+            self._host.leave_behind(context, plan.writes)
+        try:
+            with calling(self._host.patch_call(context)) if hooks else nullcontext():
+                return self._run(plan, weights, tensors)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except PatchFailed as failed:
+            return self._after_patch(failed, make_call())
+        except Exception as error:
+            if spec.mutated or _is_recording(self._kind.device):
+                raise  # the inputs may be half written, or it is the recording that is at fault
+            self._retire(plan, f"{type(error).__name__}: {error}")
+            return eager(*args, **kwargs)
+
+    def _note_eager(self, reason: str) -> None:
+        """Count an eager call of the region, and tell the running call."""
+        self._counters.add_eager(reason)
+        if running := running_call(self._owner):
+            running.is_eager_in_part = True
+
+    def _eager(self, args: tuple, kwargs: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+        """Run the region's own code, with other context arguments."""
+        module = self._module()
+        args, kwargs = self._kind.context.replaced(args, kwargs, context)
+        return type(module).forward(module, *args, **kwargs)
+
+    def _after_patch(self, failed: PatchFailed, call: _Call) -> Any:
+        """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
+        if not isinstance(failed.error, WrongOutput) or call.plan.entry.graph.spec.mutated:
+            raise failed.error
+        self._note_eager(str(failed.error))
+        call.plan.entry.rejected[call.patches] = str(failed.error)
+        return call.eager(call.context)
+
+    def _plan(
+        self, args: tuple, kwargs: Mapping[str, Any], patch_points: str, call: RunningCall | None
+    ) -> tuple[Plan, list[torch.Tensor]]:
+        """Return how the call is served, after asking for a graph if there is none. Raises Unsupported."""
+        found, tensors = self._kind.lookup(args, kwargs, patch_points)
+        if isinstance(found, Miss):
+            if call:
+                call.had_setup = True
+            if reason := self._owner.provide(self._kind, found.structure, call):
+                self._kind.refuse(found.structure.text, reason)
+            found, tensors = self._kind.lookup(args, kwargs, patch_points)
+        if isinstance(found, Plan):
+            return found, tensors
+        raise Unsupported(found.reason if isinstance(found, Refusal) else "a graph that was taken back")
+
+    def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the context arguments. Raises Unsupported if the call is not one for graphs."""
+        if reason := getattr(_thread, "eager", None):
+            raise Unsupported(reason)
+        if torch.is_grad_enabled():
+            raise Unsupported("gradients are on")
+        if torch.is_autocast_enabled(self._kind.device.type):
+            raise Unsupported("autocast is on")
+        context = self._kind.context.of(args, kwargs)
+        if reason := self._host.reaches(context, self._kind.strings):
+            raise Unsupported(reason)
+        return context
+
+    def _follow(self, module: nn.Module) -> list[torch.Tensor | None]:
+        """See whether the region is still the one that was described; if not, go on as what it is now.
+
+        Returns its weights.
+        """
+        try:
+            self._modules.check()
+            return self._weights.check()
+        except Changed:
+            ModuleGuard(module, self._host).check()  # a change that cannot be followed yet must be seen again
+            self.become(module, self._owner.describe(self._path))
+            return self._weights.current()
+
+    def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+        spec = plan.entry.graph.spec
+        inputs = [tensors[i] for i in plan.order]
+        originals = {}
+        for i, memory_format in plan.relayout:
+            originals[i] = inputs[i]
+            inputs[i] = inputs[i].contiguous(memory_format=memory_format)
+        outputs = plan.entry.graph(weights, inputs)
+        for i in spec.mutated:
+            if i in originals:
+                originals[i].copy_(inputs[i])
+                # A region that returns what it wrote to returns the caller's tensor, for the next one to write to.
+                outputs = [originals[i] if _is_same(output, inputs[i]) else output for output in outputs]
+        return spec.rebuild(outputs)
+
+    def _run_checked(self, call: _Call) -> Any:
+        """Run the region eagerly, then its graph on copies, and compare; the person gets eager's result.
+
+        Patches are called once, by the eager region: what they returned is what the graph is given.
+        """
+        plan, spec = call.plan, call.plan.entry.graph.spec
+        self.check_next = False
+        was_right = plan.at_one | call.patches in plan.entry.verified
+        copies = [t.clone() for t in call.tensors]
+        recorded = self._host.record_patches(call.context, call.hooks) if call.hooks else None
+        theirs = call.eager(recorded.context if recorded else call.context)
+        if recorded:
+            recorded.hand_over()
+        try:
+            with calling(recorded) if recorded else nullcontext():
+                ours = self._run(plan, call.weights, copies)
+            written = [plan.order[i] for i in spec.mutated]
+            error = (recorded.error if recorded else "") or disagreement(
+                [*_tensors(ours), *(copies[i] for i in written)],
+                [*_tensors(theirs), *(call.tensors[i] for i in written)],
+                plan.entry.graph.precision,
+            )
+        except torch.cuda.OutOfMemoryError:  # eager had enough: another call will tell
+            return theirs
+        except PatchFailed as failed:
+            error = str(failed.error)
+        except Exception as raised:  # a graph that cannot run is a graph that is wrong
+            error = f"{type(raised).__name__}: {raised}"
+        self._counters.add("verifications")
+        if running := running_call(self._owner):
+            running.had_setup = True
+        if error and call.patches:
+            self._reject(call, error)
+        elif error:
+            self._retire(plan, error, was_right)
+        else:
+            plan.entry.verified.add(plan.at_one | call.patches)
+            if not call.patches:
+                self._time(call, copies)
+        return theirs
+
+    def _time(self, call: _Call, copies: Sequence[torch.Tensor]) -> None:
+        """Time the graph and the eager region, once, unless the region's code leaves something behind."""
+        entry = call.plan.entry
+        if entry.timing is not None or not self._owner.is_unchanged():
+            return
+        written = (call.tensors[call.plan.order[i]] for i in entry.graph.spec.mutated)
+        with suppress(torch.cuda.OutOfMemoryError), _unchanged(written), same_random_numbers(self._kind.device):
+            graph, eager = partial(self._run, call.plan, call.weights, copies), partial(call.eager, call.context)
+            entry.timing = compare(graph, eager, self._kind.device)
+
+    def _reject(self, call: _Call, error: str) -> None:
+        """Run calls with these patches eagerly from now on; the graph may be right for others."""
+        region, entry = call.plan.entry.graph.spec.region, call.plan.entry
+        entry.rejected[call.patches] = f"the graph of {region} failed its check with a patch: {error.splitlines()[0]}"
+        log.warning("%s runs eagerly with %s: %s", region, ", ".join(sorted(call.patches)), error)
+        self._note_eager(entry.rejected[call.patches])
+
+    def _retire(self, plan: Plan, error: str, was_right: bool = False) -> None:
+        region = plan.entry.graph.spec.region
+        reason = f"the graph of {region} failed its check: {error.splitlines()[0]}"
+        log.warning("%s: %s", region, reason)
+        self._counters.add("retired")
+        self._note_eager(reason)
+        self._owner.give_up(self._kind, plan.entry, reason, was_right)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a region that a graph can serve."""
+
+    plan: Plan
+    weights: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+    context: Mapping[str, Any]
+    hooks: str
+    patches: frozenset[str]
+    eager: Callable[[Mapping[str, Any]], Any]
+    """Runs the region's own code with these context arguments."""
+
+
+def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
+    """A graph assumes that what it writes to is nobody else's input."""
+    for i in mutated:
+        storage = inputs[i].untyped_storage().data_ptr()
+        if any(j != i and t.untyped_storage().data_ptr() == storage for j, t in enumerate(inputs)):
+            raise Unsupported("an input that is written to and shares memory with another")
+
+
+@contextmanager
+def _unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give tensors back their values at the end."""
+    kept = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, values in kept:
+            tensor.copy_(values)
+
+
+def _is_recording(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,206 @@
+"""What equal regions of a model share: the graphs that serve their calls, and how each call is served.
+
+A lookup has three answers: a plan to call a graph by, a refusal with its reason, or a miss. Nothing here compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.errors import one_line
+from ..common.host import Host
+from ..compile_cache.graph_cache import MAX_STRUCTURES, CacheEntry
+from ..identity.call_signature import TENSOR_TYPES, ContextArguments, Structure, Unsupported, bind, read
+from ..identity.fingerprint import Description
+from ..identity.graph_spec import MEMORY_FORMATS
+from ..tracing.weightless_copy import tensor_slots
+
+MAX_PLANS = 1024
+"""Remembered argument shapes per kind of region; past it they are worked out again."""
+KEEPS_CHANGING = f"an argument that keeps changing (more than {MAX_STRUCTURES} kinds of call)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls with one set of argument shapes are served."""
+
+    entry: CacheEntry
+    order: tuple[int, ...]
+    """Which of the call's tensors is the graph's n-th input."""
+    relayout: tuple[tuple[int, torch.memory_format], ...]
+    """Inputs that arrive in another layout than the graph was compiled for."""
+    at_one: frozenset[str]
+    """Symbols that are 1 in these calls: a graph that was checked at other sizes is not yet checked at this one."""
+    defaults: tuple[torch.Tensor, ...]
+    """Tensors that the call leaves to the defaults of `forward`; they follow the call's own."""
+    reads: frozenset[str]
+    """Options with which a call is not one for this graph."""
+    writes: Mapping[str, Any]
+    """What the region's code leaves in its options."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the graph went out of use since the plan was made."""
+        return self.entry.is_out
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Calls with one set of argument shapes run eagerly."""
+
+    reason: str
+    is_stale = False
+    defaults = ()
+
+
+@dataclass(frozen=True)
+class Miss:
+    """There is no graph for calls of this structure yet, and nobody has said that there will be none."""
+
+    structure: Structure
+
+
+@dataclass(eq=False)
+class RegionKind:
+    """What equal regions of one model share."""
+
+    cls: type
+    fingerprint: str
+    strings: frozenset[str]
+    context: ContextArguments
+    device: torch.device
+    """Where the model runs."""
+    graphs: dict[str, list[CacheEntry]] = field(default_factory=dict)
+    """By structure text. More than one if sizes once fixed turned out not to be."""
+    refusals: dict[str, str] = field(default_factory=dict)
+    """By structure text: why there is no graph."""
+    plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
+    """By argument shapes."""
+    closed: str | None = None
+    """Why no call at all can be compiled."""
+
+    @classmethod
+    def of(cls, module: nn.Module, description: Description, host: Host, device: torch.device) -> RegionKind:
+        return cls(
+            type(module),
+            description.fingerprint,
+            description.strings,
+            ContextArguments(type(module), host.context_arguments),
+            device,
+            closed=description.obscure or _unusual_weight(module),
+        )
+
+    @classmethod
+    def closed_for(cls, reason: str, path: str, module: nn.Module, device: torch.device) -> RegionKind:
+        """Return a kind for one region of which no call can be compiled."""
+        context = ContextArguments(type(module), frozenset())
+        return cls(type(module), f"{path}: {reason}", frozenset(), context, device, closed=reason)
+
+    def add(self, structure_text: str, entry: CacheEntry) -> None:
+        """Use a graph for calls of this structure from now on."""
+        others = (other for other in self.graphs.get(structure_text, ()) if not other.is_evicted and other is not entry)
+        self.graphs[structure_text] = [*others, entry]
+        self.refusals.pop(structure_text, None)
+        self.plans.clear()
+
+    def refuse(self, structure_text: str, reason: str) -> None:
+        """Run calls of this structure eagerly from now on."""
+        self.refusals[structure_text] = reason
+        self.plans.clear()
+
+    def drop(self, keys: Set[str]) -> None:
+        """Forget graphs; calls that want them ask for them again. Not while a call runs."""
+        for text, entries in list(self.graphs.items()):
+            kept = [entry for entry in entries if entry.retired or entry.graph.key not in keys]
+            if kept:
+                self.graphs[text] = kept
+            else:
+                del self.graphs[text]
+        self.plans.clear()
+
+    def lookup(
+        self, args: tuple, kwargs: Mapping[str, Any], patch_points: str
+    ) -> tuple[Plan | Refusal | Miss, list[torch.Tensor]]:
+        """Return how a call is served, and its tensors as the plan counts them.
+
+        `patch_points` are the host's patches that act in this call, as `Host.hooks` writes them.
+        """
+        token, tensors = self.context.token(args, kwargs)
+        token = (token, _repeats(tensors), patch_points)
+        found = self.plans.get(token)
+        if found is None or found.is_stale:
+            found = self._find(args, kwargs, patch_points, tensors)
+            if isinstance(found, Miss):
+                return found, tensors
+            if len(self.plans) >= MAX_PLANS:
+                self.plans.clear()
+            self.plans[token] = found
+        if found.defaults:
+            tensors = [*tensors, *found.defaults]
+        return found, tensors
+
+    def _find(
+        self, args: tuple, kwargs: Mapping[str, Any], patch_points: str, tensors: Sequence[torch.Tensor]
+    ) -> Plan | Refusal | Miss:
+        if self.closed:
+            return Refusal(self.closed)
+        try:
+            structure, ordered = read(bind(self.cls, args, kwargs, self.context.names), hooks=patch_points)
+        except Unsupported as reason:
+            return Refusal(str(reason))
+        if structure.text in self.refusals:
+            return Refusal(self.refusals[structure.text])
+        entries = [entry for entry in self.graphs.get(structure.text, ()) if not entry.is_evicted]
+        if not entries:
+            return Miss(structure) if self.has_room(structure.text) else Refusal(KEEPS_CHANGING)
+        shapes = [t.shape for t in ordered]
+        entry = next((e for e in entries if e.graph.spec.fits(shapes)), None)
+        if entry is None:
+            return Refusal("sizes outside of what the graph was traced for")
+        return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
+
+    def has_room(self, structure_text: str) -> bool:
+        """Whether calls of a structure may have a graph of their own."""
+        return structure_text in self.graphs or len(self.graphs) + len(self.refusals) < MAX_STRUCTURES
+
+    def is_settled(self, structure_text: str) -> bool:
+        """Whether calls of a structure have a graph, or a reason to have none."""
+        return structure_text in self.graphs or structure_text in self.refusals
+
+
+def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[torch.Tensor]) -> Plan | Refusal:
+    """Return how a graph serves a call with these tensors; `ordered` are the graph's inputs among them."""
+    spec, shapes = entry.graph.spec, [t.shape for t in ordered]
+    given = {id(tensor) for tensor in tensors}
+    defaults = tuple({id(t): t for t in ordered if id(t) not in given}.values())
+    everything = [*tensors, *defaults]
+    order = tuple(next(i for i, t in enumerate(everything) if t is wanted) for wanted in ordered)
+    formats = [MEMORY_FORMATS[item.memory_format] for item in spec.inputs]
+    relayout = tuple(
+        (i, fmt)
+        for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True))
+        if not t.is_contiguous(memory_format=fmt)
+    )
+    try:
+        writes = spec.left_behind(shapes)
+    except Exception as error:  # a file says what it likes
+        return Refusal(f"a graph whose contract makes no sense ({one_line(error)})")
+    return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)
+
+
+def _unusual_weight(module: nn.Module) -> str | None:
+    """Quantised and wrapped weights decide for themselves what an operator does to them."""
+    types = {type(group[name]) for _, (group, name) in tensor_slots(module)}
+    unusual = sorted(kind.__name__ for kind in types if kind not in TENSOR_TYPES)
+    return f"weights of type {unusual[0]}" if unusual else None
+
+
+def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
+    """Return which arguments are one and the same tensor: a plan for f(x, x) is none for f(x, y)."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    return None if len(places) == len(tensors) else tuple([places[id(tensor)] for tensor in tensors])

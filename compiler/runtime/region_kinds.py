@@ -1,0 +1,158 @@
+"""The regions of one model as they are now: which kind each is of, and whether that still holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import nn
+
+from ..backends.base import Backend
+from ..common.errors import one_line
+from ..common.host import Host
+from ..identity.call_signature import Unsupported
+from ..identity.fingerprint import Describer
+from ..identity.regions import Region
+from ..identity.watch import Watch
+from .region_kind import RegionKind
+from .summary import KindInUse
+
+MAX_STATES = 8
+"""New states of one region that are followed. What changes with every image must not compile with every image."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a model runs, and by whose rules."""
+
+    device: torch.device
+    backend: Backend
+    host: Host
+
+
+class RegionKinds:
+    """Describes a model's regions; equal ones are of one kind. Holds the model weakly."""
+
+    def __init__(self, model: nn.Module, paths: Iterable[str], target: Target) -> None:
+        self.target = target
+        self._model = weakref.ref(model)
+        self._kinds: dict[str, RegionKind] = {}
+        self._fingerprints: dict[str, str] = {}
+        self._states: dict[str, set[str]] = defaultdict(set)
+        """By path: what a region has been."""
+        self._watch = self._describe_all(paths)
+
+    def __iter__(self) -> Iterator[RegionKind]:
+        """Iterate over the kinds, also those that no region is of any more."""
+        return iter(list(self._kinds.values()))
+
+    def model(self) -> nn.Module | None:
+        """Return the model, or None if it is gone."""
+        return self._model()
+
+    def paths(self) -> dict[str, str]:
+        """Return the fingerprint of the region at each path."""
+        return dict(self._fingerprints)
+
+    def regions(self) -> dict[Region, str]:
+        """Return the regions as modules, and their fingerprints."""
+        model = self._model()
+        return {Region(path, model.get_submodule(path)): known for path, known in self._fingerprints.items()}
+
+    def at(self, path: str) -> RegionKind:
+        """Return the kind of the region at a path."""
+        return self._kinds[self._fingerprints[path]]
+
+    def of(self, fingerprint: str) -> RegionKind | None:
+        """Return the kind with a fingerprint, or None."""
+        return self._kinds.get(fingerprint)
+
+    def region_of(self, fingerprint: str) -> Region | None:
+        """Return one region of a kind, or None."""
+        path = next((path for path, known in self._fingerprints.items() if known == fingerprint), None)
+        return None if path is None else Region(path, self._model().get_submodule(path))
+
+    def in_use(self) -> list[KindInUse]:
+        """Return the kinds that regions are of now, and what serves them."""
+        blocks = Counter(self._fingerprints.values())
+        return [KindInUse.of(self._kinds[identity], count) for identity, count in blocks.items()]
+
+    def are_unchanged(self) -> bool:
+        """Whether the regions are still what was described. Takes milliseconds."""
+        return self._watch.holds()
+
+    def describe_again(self) -> dict[str, nn.Module]:
+        """Describe all regions as they are now; return the modules at their paths, without those that are gone."""
+        self._watch = self._describe_all(list(self._fingerprints))
+        modules = {path: self._submodule(path) for path in self._fingerprints}
+        return {path: module for path, module in modules.items() if module is not None}
+
+    def describe(self, path: str) -> RegionKind:
+        """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
+        module = self._model().get_submodule(path)
+        if self.target.host.weights_say_device:
+            tensors = chain(module.parameters(), module.buffers())
+            self._go_to(next((tensor.device for tensor in tensors), self.target.device))
+        return self._describe(path, module, Describer(self.target.host))
+
+    def network_fingerprint(self) -> str:
+        """Return the fingerprint of the whole network; nothing if it cannot be described."""
+        try:
+            network = Describer(self.target.host).describe(self._model())
+        except Exception:  # only its regions have to bear being looked at
+            return ""
+        return "" if network.obscure else network.fingerprint
+
+    def _go_to(self, device: torch.device) -> None:
+        """Describe everything anew after the model has moved."""
+        if device == self.target.device or device.type == "meta":
+            return
+        self.target = replace(self.target, device=device)
+        self._kinds.clear()
+        reason = self.target.backend.available(device)
+        self._describe_all(list(self._fingerprints))
+        for kind in self._kinds.values():
+            kind.closed = kind.closed or reason
+
+    def _describe_all(self, paths: Iterable[str]) -> Watch:
+        """Describe the regions as they are now; return the places that were looked at."""
+        model, describer, paths = self._model(), Describer(self.target.host), list(paths)
+        for path in paths:
+            module = self._submodule(path)
+            if module is not None:
+                self._describe(path, module, describer)
+        describer.watch.children(model, paths)
+        return describer.watch
+
+    def _describe(self, path: str, module: nn.Module, describer: Describer) -> RegionKind:
+        """Return the kind that a region is of now, and remember that it is."""
+        host, device = self.target.host, self.target.device
+        try:
+            description = describer.describe(module)
+            self._limit_states(path, description.fingerprint)
+            known = self._kinds.get(description.fingerprint)
+            kind = known or RegionKind.of(module, description, host, device)
+        except Unsupported as reason:
+            kind = RegionKind.closed_for(str(reason), path, module, device)
+        except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
+            reason = f"a block that cannot be described ({one_line(error)})"
+            kind = RegionKind.closed_for(reason, path, module, device)
+        self._fingerprints[path] = kind.fingerprint
+        return self._kinds.setdefault(kind.fingerprint, kind)
+
+    def _limit_states(self, path: str, identity: str) -> None:
+        states = self._states[path]
+        if identity not in states and len(states) > MAX_STATES:
+            raise Unsupported(f"a block that keeps changing (more than {MAX_STATES} times)")
+        states.add(identity)
+
+    def _submodule(self, path: str) -> nn.Module | None:
+        """Return what is at a path by now: extensions put other blocks there, or none."""
+        try:
+            return self._model().get_submodule(path)
+        except AttributeError:
+            return None

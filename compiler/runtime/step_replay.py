@@ -1,0 +1,327 @@
+"""Whole calls of a network (steps), captured once per size as a CUDA graph and replayed.
+
+A step of a diffusion model is a thousand small kernels, and Python issues them more slowly than a fast GPU runs
+them. A CUDA graph issues all of them at once. It also freezes what Python decided during the capture, and every
+address: so a step is replayed only while the network, its weights and everything its code can look up are what they
+were.
+
+A size passes through three states. The first undisturbed call is noted (`_Seen`). The second is compared with a
+capture of itself. From then on calls are replayed (`_Captured`), or made as they come (`_NotCaptured`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.compare import disagreement
+from ..common.counters import Counters
+from ..common.errors import one_line
+from ..common.host import Host
+from ..common.torch_compat import foreach_copy, pytree
+from ..compile_cache.graph_cache import CacheEntry
+from ..identity.call_signature import ContextArguments, Unsupported
+from ..identity.fingerprint import Describer
+from ..identity.watch import Watch
+from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
+from .guards import Changed, ModuleGuard, TensorGuard
+from .running_call import RunningCall
+from .sync_detector import WaitWatch
+
+log = logging.getLogger(__name__)
+
+FEWEST_STEPS = 8
+"""Samplings shorter than this are not captured where captures end with their sampling: one costs two or three steps."""
+MAX_CAPTURES = 4
+"""Sizes that are captured, which share their memory. Where areas bring more sizes to a sampling, those are called."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One call of this size ran, and nothing in it happened for the first time or eagerly."""
+
+
+@dataclass(frozen=True)
+class _NotCaptured:
+    """Calls of this size cannot be captured."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A call of this size, ready to be replayed."""
+
+    graph: Replayable
+    inputs: list[torch.Tensor]
+    result: Any
+
+    def replay(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what the call gives for these inputs.
+
+        Raises RuntimeError if it finds no memory: others can have taken it since the sampling before.
+        """
+        foreach_copy(self.inputs, list(tensors))
+        self.graph.replay()
+        return pytree.tree_map_only(torch.Tensor, torch.clone, self.result)
+
+
+class StepReplay:
+    """Serves the calls of one network: as they come, or by replaying a capture."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        host: Host,
+        device: torch.device,
+        counters: Counters,
+        capture: Capture = capture_on_gpu,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`within` is entered during a capture, for the kernels of the network's blocks."""
+        self._network = weakref.ref(network)
+        self._host = host
+        self._counters = counters
+        self._device = device
+        self._capture = capture
+        self._within = within
+        self._context = ContextArguments(type(network), host.context_arguments)
+        self._strings = Describer(host).describe(network).strings
+        self._modules = ModuleGuard(network, host)
+        self._tensors: TensorGuard | None = None
+        """Set by the first call that could be captured."""
+        self._watch: Watch | None = None
+        """Of the whole network, set likewise: a capture holds what runs between blocks, too."""
+        self._states: dict[Any, _Seen | _Captured | _NotCaptured] = {}
+        """By a call's arguments."""
+        self._validated: dict[Any, Any] = {}
+        """The form of the result, by arguments whose capture once gave what the call gave."""
+        self._used: set[Any] = set()
+        """The arguments of this sampling's calls."""
+        self._entries: set[CacheEntry] = set()
+        """Region graphs that the captures contain."""
+        self._pool: Any = None
+        self.reason = ""
+        """Why the last call was not replayed; empty if it was, or if nothing is known yet."""
+        self.has_replayed = False
+
+    def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall) -> Any:
+        """Return the result of a call, made or replayed."""
+        try:
+            key, tensors, steps = self._read(args, kwargs)
+            if self._states and not self._is_unchanged():
+                self.forget()
+            self._used.add(key)
+            state = self._states.get(key)
+            result = _replayed(state, tensors) if isinstance(state, _Captured) else None
+            # Only now, while the GPU works: a replay reads tensors that are in place and writes to its own.
+            self._modules.check()
+        except (Unsupported, Changed) as reason:
+            self.forget()
+            self.reason = str(reason) or "a module was replaced"
+            return call(*args, **kwargs)
+        if isinstance(state, _Captured):
+            self._counters.add("replays")
+            self.reason = ""
+            self.has_replayed = running.was_replayed = True
+            return result
+        if steps < FEWEST_STEPS and not is_lent_memory(self._device):
+            self.reason = f"fewer than {FEWEST_STEPS} steps"
+            return call(*args, **kwargs)
+        if state is None:
+            return self._call_first(key, call, args, kwargs, running)
+        if isinstance(state, _Seen):
+            running.had_setup = True
+            return self._call_and_capture(key, call, args, kwargs, running)
+        return call(*args, **kwargs)
+
+    def look(self) -> None:
+        """Before a sampling, drop captures of what the network is no longer."""
+        if self._watch is not None and not self._watch.holds():
+            self.forget()
+
+    def release_memory(self) -> None:
+        """Give back the memory that captures work in, at the end of a sampling; without it some cannot go on."""
+        self._used.clear()
+        if not is_lent_memory(self._device):
+            self.forget()
+            return
+        # Sizes that could not be captured are tried again.
+        self._states = {key: state for key, state in self._states.items() if not isinstance(state, _NotCaptured)}
+        if self._states:
+            return_lent_memory(self._device)
+
+    def forget(self) -> None:
+        """Drop all captures."""
+        has_captured = self._pool is not None
+        if has_captured:
+            self._wait()
+        self._states.clear()
+        self._entries.clear()
+        self._tensors = self._watch = self._pool = None
+        if has_captured and is_lent_memory(self._device):
+            return_lent_memory(self._device)
+
+    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor], int]:
+        """Return what tells this call from others, its tensors, and how many steps its sampling has.
+
+        Raises Unsupported if it is not to be captured.
+        """
+        context = self._context.of(args, kwargs)
+        if reason := self._host.unrepeatable(context, self._strings):
+            raise Unsupported(reason)
+        token, tensors = self._context.token(args, kwargs)
+        if any(t.device != self._device for t in tensors):
+            raise Unsupported("an input on another device")
+        return (*token, _arithmetic()), tensors, self._host.steps(context)
+
+    def _is_unchanged(self) -> bool:
+        if any(entry.is_out for entry in self._entries):
+            return False
+        return self._tensors is not None and self._tensors.holds()
+
+    def _call_first(
+        self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall
+    ) -> Any:
+        """Make a call of a new size, and note it if nothing in it happened for the first time or eagerly."""
+        result = call(*args, **kwargs)
+        if not (running.had_setup or running.is_eager_in_part) and self._has_room():
+            self._states[key] = _Seen()
+            self._entries |= running.entries
+            self._tensors = self._tensors or TensorGuard(self._network(), self._device)
+            self._watch = self._watch or _watch_of(self._network(), self._host)
+            self.reason = "" if self._tensors.is_usable else "weights that are not all on the GPU"
+        return result
+
+    def _has_room(self) -> bool:
+        """Make room for one more capture, if need be in the place of one that this sampling has not used."""
+        unused = next((key for key in self._states if key not in self._used), None)
+        if len(self._states) >= MAX_CAPTURES and unused is not None:
+            self._wait()
+            del self._states[unused]
+        return len(self._states) < MAX_CAPTURES
+
+    def _wait(self) -> None:
+        """Before memory is taken from what may still run."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _call_and_capture(
+        self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall
+    ) -> Any:
+        """Return the result of a call, and keep a capture of it if that gives the same."""
+        own = _OwnArguments(args, kwargs, self._is_context)  # first: a call empties lists of residuals that it is given
+        form = self._validated.get(key)
+        expected, error = (None, None) if form is not None else self._watched(call, args, kwargs)
+        try:
+            if error is None:
+                captured = self._captured(call, own, expected if form is None else form)
+                result = captured.replay([t.clone() for t in captured.inputs])
+                error = None if form is not None else disagreement(_tensors(result), _tensors(expected))
+        except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
+            error = one_line(raised)
+        if error is None:
+            self._counters.add("recordings")
+            self._validated[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
+            self._states[key] = captured
+            self._entries |= running.entries
+            return result
+        log.info("Steps of %s run without a CUDA graph: %s", type(self._network()).__name__, error)
+        self._states[key], self.reason = _NotCaptured(error), error
+        return expected if form is None else call(*args, **kwargs)
+
+    def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+        """Make a call; return its result, and what keeps it from being captured."""
+        with WaitWatch(self._device) as watch:
+            result = call(*args, **kwargs)
+        return result, f"the model waits for the GPU within a step ({watch.found})" if watch.found else None
+
+    def _captured(self, call: Callable, own: _OwnArguments, form: Any) -> _Captured:
+        """Return a capture of a call whose result has this form."""
+        result = pytree.tree_map_only(torch.Tensor, self._allocate, form)
+
+        def fill() -> None:
+            for target, source in zip(_tensors(result), _tensors(own.call(call)), strict=True):
+                target.copy_(source)
+
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
+        device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with device, self._within():
+            return _Captured(self._capture(fill, self._pool), own.tensors, result)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)
+
+    def _is_context(self, place: int | str) -> bool:
+        return place in self._context.places or place in self._context.names
+
+
+def _watch_of(network: nn.Module, host: Host) -> Watch:
+    describer = Describer(host)
+    describer.describe(network)
+    return describer.watch
+
+
+def _replayed(captured: _Captured, tensors: Sequence[torch.Tensor]) -> Any:
+    try:
+        return captured.replay(tensors)
+    except RuntimeError as error:
+        raise Unsupported(one_line(error)) from error
+
+
+class _OwnArguments:
+    """A call's arguments with tensors and containers of their own."""
+
+    def __init__(self, args: tuple, kwargs: Mapping[str, Any], is_context: Callable[[int | str], bool]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        """In the order of `signature.describe`."""
+        self._is_context = is_context
+        self._args = [self._fill(place, value, self._own) for place, value in enumerate(args)]
+        self._kwargs = {name: self._fill(name, value, self._own) for name, value in kwargs.items()}
+
+    def call(self, function: Callable) -> Any:
+        """Call with these tensors, in containers that the call may change."""
+        args = [self._fill(place, value, lambda t: t) for place, value in enumerate(self._args)]
+        kwargs = {name: self._fill(name, value, lambda t: t) for name, value in self._kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _fill(self, place: int | str, value: Any, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if self._is_context(place):
+            return dict(value) if isinstance(value, dict) else value
+        return pytree.tree_map_only(torch.Tensor, tensor, value)
+
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):  # so that any mode may fill it
+            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        self.tensors.append(own.copy_(value))
+        return own
+
+
+def _arithmetic() -> tuple[Any, ...]:
+    """Return torch's settings by which the same operator may run another kernel."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        products.allow_tf32,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        getattr(products, "allow_fp16_accumulation", None),
+        convolutions.allow_tf32,
+        convolutions.benchmark,
+        convolutions.deterministic,
+    )
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,53 @@
+"""Detects whether a call syncs with the GPU (waits for it), which a CUDA graph cannot do.
+
+The detector watches an ordinary call before the capture of a similar one. If CUDA itself met the sync, it would abort
+the capture, and with CUDA's asynchronous allocator that ends the process: memory that was allocated in an aborted
+capture can be freed neither in it nor after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..common.torch_compat import TorchDispatchMode, pytree, to_copy
+
+_COPIES = frozenset({to_copy, torch.ops.aten.copy_})
+_SYNC_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""torch's tags for operators that sync: their caller needs a value, or the number of values, before it can go on."""
+_INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_})
+
+
+class WaitWatch(TorchDispatchMode):
+    """Sync detector. While entered, it records the first operator of this thread that waits for `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.found = ""
+        """The operator's name; empty if no operator waited."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.found and _syncs(function, [*_tensors((args, kwargs))], [*_tensors(result)], self._device):
+            self.found = str(getattr(function, "overloadpacket", function))
+        return result
+
+
+def _syncs(function: Callable, inputs: list[torch.Tensor], results: list[torch.Tensor], device: torch.device) -> bool:
+    if not any(tensor.device == device for tensor in (*inputs, *results)):
+        return False
+    packet = getattr(function, "overloadpacket", None)
+    if packet in _COPIES:
+        return any(tensor.device != device for tensor in (*inputs, *results))
+    if packet in _INDEXING:  # the entries of a mask must be counted
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
+    return not _SYNC_TAGS.isdisjoint(getattr(function, "tags", ()))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,133 @@
+"""Attention as an opaque operator: a graph calls the host's attention function instead of tracing it.
+
+Hosts choose an attention kernel for the machine and the user (cuDNN, SageAttention, xFormers, chunked
+for little memory). A trace through the function would lose that choice, and a chunk size computed from today's
+free memory would become a limit on every later call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..identity.memory_format import CHANNELS_LAST
+
+_MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
+_SCHEMA = (
+    "attention(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
+    "bool skip_reshape, bool skip_output_reshape) -> Tensor"
+)
+
+
+@lru_cache(maxsize=1)
+def register_operator() -> None:
+    """Define `torch.ops.compiled_graphs.attention`, unless another copy of this package did.
+
+    Call this before a graph that uses it is traced, loaded or called.
+    """
+    if hasattr(torch.ops.compiled_graphs, "attention"):
+        return
+    torch.library.define("compiled_graphs::attention", _SCHEMA.removeprefix("attention"))
+    torch.library.impl("compiled_graphs::attention", "CompositeExplicitAutograd", _run)
+    torch.library.register_fake("compiled_graphs::attention", _shape)
+    torch.library.define("compiled_graphs::map_attention", _MAP_SCHEMA)
+    torch.library.impl("compiled_graphs::map_attention", "CompositeExplicitAutograd", _run_map)
+    torch.library.register_fake("compiled_graphs::map_attention", lambda function, q, k, v: torch.empty_like(q))
+
+
+def opaque_attention(
+    function: Callable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Take the place of an attention function with ComfyUI's calling convention while a region is traced.
+
+    q, k, v: [batch, tokens, heads * dim] or [batch, tokens, heads, dim]; [batch, heads, tokens, dim] with
+    skip_reshape. Returns [batch, tokens, heads * dim], or [batch, heads, tokens, dim] with
+    skip_output_reshape (`comfy.ldm.modules.attention`, hook `optimized_attention_override`). A function that
+    cannot be found again by its name, or a call with options that this operator does not know, is traced through.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    known = {"_inside_attn_wrapper", "transformer_options"}
+    if not _can_resolve(name) or any(value is not None for key, value in options.items() if key not in known):
+        return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
+    register_operator()
+    if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
+        q, k, v = map(by_tokens, (q, k, v))
+    return torch.ops.compiled_graphs.attention(
+        name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape
+    )
+
+
+def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """Return [batch, heads, tokens, dim] laid out as [batch, tokens, heads, dim], if it is contiguous.
+
+    GPU kernels write their output in the memory order of the queries, and the result is [batch, tokens, heads * dim].
+    So this layout saves a copy of the output. It costs nothing, since a compiled kernel writes the queries anyway.
+    """
+    if not tensor.is_contiguous():
+        return tensor
+    return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def opaque_map_attention(function: Callable) -> Callable:
+    """Return the operator call that replaces a VAE's attention function over feature maps while a region is traced.
+
+    q, k, v and the result: [batch, channels, height, width] (`comfy.ldm.modules.diffusionmodules.model`,
+    `AttnBlock.optimized_attention`). Returns `function` itself if it cannot be found again by its name.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    if not _can_resolve(name):
+        return function
+    register_operator()
+    return lambda q, k, v: torch.ops.compiled_graphs.map_attention(name, q, k, v)
+
+
+@lru_cache(maxsize=64)
+def _resolve(name: str) -> Callable:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _can_resolve(name: str) -> bool:
+    try:
+        return callable(_resolve(name))
+    except (ImportError, AttributeError):
+        return False
+
+
+def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
+    output = _resolve(function)(
+        q, k, v, heads, mask=mask, attn_precision=precision,
+        skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
+    )  # fmt: skip
+    return output.to(q.dtype).contiguous()
+
+
+def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    output = _resolve(function)(*(_dense(t) for t in (q, k, v))).to(q.dtype)
+    return output if output.stride() == q.stride() else torch.empty_like(q).copy_(output)
+
+
+def _dense(feature_map: torch.Tensor) -> torch.Tensor:
+    """Return a map in one of the two layouts that allow a view as [batch, channels, pixels], which hosts take."""
+    is_channels_last = feature_map.is_contiguous(memory_format=CHANNELS_LAST[feature_map.ndim])
+    return feature_map if is_channels_last else feature_map.contiguous()
+
+
+def _shape(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
+    batch, tokens = q.shape[0], q.shape[2 if skip_reshape else 1]
+    dim = v.shape[-1] if skip_reshape else math.prod(v.shape[2:]) // heads
+    return q.new_empty((batch, heads, tokens, dim) if skip_output_reshape else (batch, tokens, heads * dim))

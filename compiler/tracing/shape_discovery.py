@@ -1,0 +1,156 @@
+"""Finds the graphs that a model needs, and their dynamic dimensions, from two calls of different sizes.
+
+A size that differs between the calls is a symbol; any other size is fixed. The calls run on fake tensors, so
+this takes seconds and no memory for any model, before it is loaded or sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..common.host import Host
+from ..common.torch_compat import FakeTensorMode, pytree
+from ..identity.call_signature import Structure, Unsupported, bind, read
+from ..identity.regions import Region
+from .export import Variant
+from .weightless_copy import skeleton
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one probe's call, in latent units."""
+
+    batch: int
+    frames: int
+    height: int
+    width: int
+    tokens: int
+
+
+FIRST = Sizes(batch=2, frames=3, height=40, width=56, tokens=11)
+SECOND = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
+"""Within each call all sizes differ, also when height and width are halved down to an eighth. Between the two calls
+every size differs."""
+
+ModelCall = Callable[[nn.Module, Sizes], object]
+"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if
+present, lists the classes whose code it runs besides the model's."""
+
+
+@dataclass(frozen=True)
+class _ObservedCall:
+    """One call of a region during a probe."""
+
+    structure: Structure
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+
+
+def wanted_variants(
+    model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall
+) -> list[Variant]:
+    """Return one variant for each distinct graph that the two calls need. `regions` maps to fingerprints.
+
+    Raises whatever the model raises under fake tensors; the caller then waits for a real call.
+    """
+    first = _observe(model, regions, device, host, call, FIRST)
+    second = _observe(model, regions, device, host, call, SECOND)
+    variants: dict[tuple[str, str], Variant] = {}
+    for region, fingerprint in regions.items():
+        for one, other in zip(first[region.path], second[region.path], strict=False):
+            wanted = (fingerprint, one.structure.text)
+            if one.structure.text == other.structure.text and wanted not in variants:
+                if variant := _variant(region, fingerprint, one, other):
+                    variants[wanted] = variant
+    return list(variants.values())
+
+
+def _observe(
+    model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall, sizes: Sizes
+) -> dict[str, list[_ObservedCall]]:
+    seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
+    results: dict[Hashable, Any] = {}
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        weightless = skeleton(
+            model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        )
+        for region, fingerprint in regions.items():
+            block = weightless.get_submodule(region.path)
+            block.forward = partial(_observed_forward, block, fingerprint, host, seen[region.path], results)
+        call(weightless, sizes)
+    return seen
+
+
+def _observed_forward(
+    block: nn.Module,
+    fingerprint: str,
+    host: Host,
+    seen: list[_ObservedCall],
+    results: dict[Hashable, Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Record a region's call, and run it unless an equal region had an equal call: only the sizes matter."""
+    run = partial(type(block).forward, block, *args, **kwargs)
+    try:
+        call = bind(type(block), args, kwargs, host.context_arguments)
+        structure, tensors = read(call, fake=True)
+    except Unsupported:
+        return run()
+    if not tensors:
+        return run()
+    layouts = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
+    shapes, _, dtypes, devices = zip(*layouts, strict=True)
+    seen.append(_ObservedCall(structure, shapes, dtypes, devices[0]))
+    known = (fingerprint, structure.text, layouts)
+    if known not in results:
+        result = run()
+        if not structure.is_intact(call.arguments, tensors):  # a block that writes to lists must run each time
+            return result
+        results[known] = result
+    return pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _variant(region: Region, fingerprint: str, one: _ObservedCall, other: _ObservedCall) -> Variant | None:
+    """Return the request for a graph that serves both calls, or None if their sizes cannot be told apart."""
+    symbolic = tuple(
+        tuple(a != b for a, b in zip(shape, changed, strict=True))
+        for shape, changed in zip(one.shapes, other.shapes, strict=True)
+    )
+    hints = next((seen for seen in (one, other) if _hints_are_safe(seen, one, other)), None)
+    if hints is None:
+        return None
+    return Variant(
+        region=region.label,
+        module=region.module,
+        fingerprint=fingerprint,
+        structure=one.structure,
+        device=one.device,
+        dtypes=one.dtypes,
+        hints=hints.shapes,
+        symbolic=symbolic,
+    )
+
+
+def _hints_are_safe(hints: _ObservedCall, one: _ObservedCall, other: _ObservedCall) -> bool:
+    """Whether, in the call chosen as the example, no two symbols share a size by chance and none is 0 or 1."""
+    pairs = {
+        (a, b)
+        for shape, changed in zip(one.shapes, other.shapes, strict=True)
+        for a, b in zip(shape, changed, strict=True)
+        if a != b
+    }
+    chosen = [a if hints is one else b for a, b in pairs]
+    return len(set(chosen)) == len(pairs) and min(chosen, default=2) > 1

@@ -1,0 +1,113 @@
+"""Runs a network's code ahead of time without lasting side effects.
+
+A probe or a trace runs the network's code and the host's with fake tensors. That code may cache results (in an
+`lru_cache`, in a dictionary of a module, in an object that blocks share). The cached tensors would hold no numbers,
+and every later image would use them. So everything that the code can reach is restored afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ..common.host import Host
+from ..identity.fingerprint import LIBRARIES, Describer
+
+_OURS = __name__.partition(".compiler.")[0]
+_PURE = LIBRARIES | {"sympy", "mpmath", _OURS.partition(".")[0]}
+"""Packages whose caches hold no tensors of a network."""
+
+
+class _Turns:
+    """A shared lock for calls of networks, which is exclusive for work that runs a network's code ahead of time."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._calls = 0
+        self._is_taken = False
+        self._own = threading.local()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold a shared turn: wait for exclusive work to end. Turns of one thread nest."""
+        depth = getattr(self._own, "depth", 0)
+        if depth == 0:
+            with self._change:
+                self._change.wait_for(lambda: not self._is_taken)
+                self._calls += 1
+        self._own.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._own.depth = depth
+            if depth == 0:
+                with self._change:
+                    self._calls -= 1
+                    self._change.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the exclusive turn: keep new calls out, and wait for the running ones to end."""
+        with self._change:
+            self._change.wait_for(lambda: not self._is_taken)
+            self._is_taken = True
+            self._change.wait_for(lambda: self._calls == 0)
+        try:
+            yield
+        finally:
+            with self._change:
+                self._is_taken = False
+                self._change.notify_all()
+
+
+turns = _Turns()
+"""Each call of a network takes a shared turn. A probe or a trace on another thread takes the exclusive one, because a
+call must not see the changes that are undone afterwards."""
+
+
+@contextmanager
+def untouched(module: nn.Module, host: Host, classes: Iterable[type] = ()) -> Iterator[Describer]:
+    """Restore, at the end, whatever the code of a module or of these classes changed. Yields the describer used."""
+    describer = Describer(host)
+    describer.describe(module)
+    describer.code(frozenset(classes))
+    with untouched_caches(), describer.watch.restored():
+        yield describer
+
+
+@contextmanager
+def untouched_caches() -> Iterator[None]:
+    """Clear, at the end, every `functools.lru_cache` of the process that has new entries.
+
+    Single entries cannot be removed. Clearing is safe, because a cache may lose its entries at any time.
+    """
+    before = {cache: cache.cache_info().misses for cache in list(_known_caches)}
+    try:
+        yield
+    finally:
+        _known_caches.update(_caches())
+        for cache in list(_known_caches):
+            if cache.cache_info().misses != before.get(cache, 0):
+                cache.cache_clear()
+
+
+_known_caches: weakref.WeakSet = weakref.WeakSet()
+"""Caches that were found before. A search for all of them takes 30 ms, so each use searches only once."""
+
+
+def _caches() -> list[functools._lru_cache_wrapper]:
+    found = gc.get_referrers(functools._lru_cache_wrapper)
+    caches = (item for item in found if type(item) is functools._lru_cache_wrapper)
+    return [cache for cache in caches if not _is_pure(getattr(cache, "__module__", None) or "")]
+
+
+def _is_pure(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in _PURE or root in sys.stdlib_module_names or module.startswith(f"{_OURS}.")

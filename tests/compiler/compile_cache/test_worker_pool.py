@@ -1,0 +1,337 @@
+"""Worker processes that compile."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.eager.backend import EagerBackend
+from compiled_graphs.compiler.common.counters import Counters
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.jobs import CompileTimeout
+from compiled_graphs.compiler.compile_cache import worker_pool as workers_module
+from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
+from compiled_graphs.compiler.compile_cache.worker_main import Setup, receive, send
+from compiled_graphs.compiler.compile_cache.worker_pool import WorkerError, Workers, worker_count
+from compiled_graphs.compiler.registry.registry import Registry
+from networks import ConvolutionNetwork, compile_network, variants_of, weights_of
+from torch import nn
+
+CPU = torch.device("cpu")
+PATIENCE = 300.0
+"""Seconds. What has not happened by then counts as a failure."""
+
+
+def setup(backend, device):
+    return Setup(tuple(sys.path), backend=backend, device=str(device))
+
+
+def by(counters=None):
+    return Requester(EagerBackend(), Host(), counters or Counters())
+
+
+@pytest.fixture(scope="module")
+def workers():
+    workers = Workers(setup, Host(), count=2)
+    yield workers
+    workers.stop()
+
+
+@pytest.fixture
+def variant():
+    (variant,) = variants_of(ConvolutionNetwork())
+    return variant
+
+
+def test_worker_graph_gives_eagers_values(workers, variant):
+    cache = GraphCache(workers=workers)
+    counters = Counters()
+    entry, source = cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED)
+    assert (source, counters.compiles) == ("compiled", 1)
+    region = variant.module
+    inputs = [torch.randn(shape) for shape in variant.hints]
+    weights = weights_of(region)
+    with torch.no_grad():
+        torch.testing.assert_close(entry.graph(weights, inputs)[0], region(*inputs))
+    assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED) == (entry, "memory")
+
+
+def test_worker_graph_has_the_key_and_contract_of_a_local_one(workers, variant):
+    there, here = GraphCache(workers=workers), GraphCache()
+    made = [
+        cache.get_or_compile(variant, by(), place)[0].graph.identity()
+        for cache, place in ((there, CompileIn.WORKER_REQUIRED), (here, CompileIn.PROCESS))
+    ]
+    assert made[0] == made[1]
+
+
+def test_no_weights_are_sent(variant, monkeypatch):
+    sent = []
+    monkeypatch.setattr(workers_module.pickle, "dumps", lambda order: sent.append(order) or b"")
+    workers = Workers(setup, Host(), count=1)
+    monkeypatch.setattr(workers, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        workers.compile(variant, "eager")
+    tensors = [*sent[0].variant.module.parameters(), *sent[0].variant.module.buffers()]
+    assert tensors
+    assert all(t.device.type == "meta" for t in tensors)
+
+
+class LocalBlock(nn.Module):
+    """A block of a module that another process cannot import."""
+
+    def forward(self, x):
+        return x
+
+
+def test_unimportable_code_is_compiled_here_or_stays_eager(workers, variant, monkeypatch):
+    module = types.ModuleType("only_here")
+    module.LocalBlock = LocalBlock
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    monkeypatch.setattr(LocalBlock, "__module__", "only_here")
+    block = LocalBlock()
+    block.weight = nn.Parameter(torch.ones(1))
+    block.function = lambda x: x  # a lambda cannot be pickled
+    with pytest.raises(WorkerError, match="cannot be sent"):
+        workers.compile(replace(variant, module=block), "eager")
+    del block.function
+    with pytest.raises(WorkerError, match="cannot import"):
+        workers.compile(replace(variant, module=block), "eager")
+
+
+def test_code_that_differs_in_a_worker_is_refused(workers, variant):
+    with pytest.raises(WorkerError, match="differs in a worker process"):
+        workers.compile(replace(variant, fingerprint="0" * 64), "eager")
+
+
+def test_failing_worker_leaves_it_to_this_process(workers, variant, monkeypatch):
+    def fail(*_):
+        raise WorkerError("no")
+
+    monkeypatch.setattr(workers, "compile", fail)
+    cache, counters = GraphCache(workers=workers), Counters()
+    assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_PREFERRED)[1] == "compiled"
+    with pytest.raises(WorkerError):
+        GraphCache(workers=workers).get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED)
+
+
+def test_a_process_that_dies_is_replaced(workers, variant):
+    workers.compile(variant, "eager")
+    for process in workers._idle:
+        process._process.kill()
+        process._process.wait()
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="ended"):
+            workers.compile(variant, "eager")
+        if not workers._idle:
+            break
+    assert workers.compile(variant, "eager")
+
+
+@pytest.mark.parametrize("limit", ["1e-9", "0.2"])  # expires before the order is sent, and during the wait
+def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch, limit):
+    workers = Workers(setup, Host(), count=1)
+    monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
+    with pytest.raises(CompileTimeout, match=f"more than {float(limit):g} s"):
+        workers.compile(variant, "eager")
+    assert not workers.are_warm
+    monkeypatch.delenv("COMPILED_GRAPHS_COMPILE_LIMIT")
+    assert workers.compile(variant, "eager")
+    workers.stop()
+
+
+@pytest.mark.parametrize("length", [0, 4, 12, -1])
+def test_truncated_message_is_an_end(length):
+    message = io.BytesIO()
+    send(message, "a graph")
+    with pytest.raises(EOFError):
+        receive(io.BytesIO(message.getvalue()[:length]))
+
+
+def test_idle_processes_end(variant, monkeypatch):
+    monkeypatch.setattr(workers_module, "IDLE", 0.1)
+    workers = Workers(setup, Host(), count=1)
+    workers.compile(variant, "eager")
+    deadline = time.monotonic() + PATIENCE
+    while workers.are_warm and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not workers.are_warm
+
+
+def test_worker_imports_nothing_from_the_current_directory(variant, tmp_path, monkeypatch):
+    ground = traps(tmp_path)
+    monkeypatch.chdir(ground)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", os.environ.get("PYTHONPATH", "")]))
+    workers = Workers(lambda backend, device: replace(setup(backend, device), sys_path=("", ".", *sys.path)), Host(), 1)
+    assert workers.compile(variant, "eager")
+    workers.stop()
+    assert (ground / "imported").exists() is False
+
+
+def traps(folder):
+    """Fill a folder with a module for every name that a process may import. Each module records that it ran."""
+    names = sys.stdlib_module_names | {"torch", "numpy", "sympy", "start", "worker", "compiler", "compiled_graphs"}
+    for name in names:
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write('{name} ')\n")
+    return folder
+
+
+def test_traps_log_their_import(tmp_path):
+    subprocess.run([sys.executable, "-c", "import this"], cwd=traps(tmp_path), check=True)
+    assert "this" in (tmp_path / "imported").read_text()
+
+
+def test_worker_ends_with_its_parent():
+    code = (
+        "import sys, time, torch; from compiled_graphs.compiler.compile_cache.worker_pool import Workers\n"
+        "from compiled_graphs.compiler.compile_cache.worker_main import Setup\n"
+        "from compiled_graphs.compiler.common.host import Host\n"
+        "w = Workers(lambda b, d: Setup(tuple(sys.path), backend=b, device=str(d)), Host(), 1)\n"
+        "w.start('eager', torch.device('cpu')); print(w._idle[0]._process.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + PATIENCE
+    while _runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _runs(worker)
+
+
+def _runs(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{number}/stat")  # on Linux a zombie, whose parent has not waited for it, is still listed
+    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_scarce_gpu_memory_ends_processes_at_once(variant, monkeypatch):
+    workers = Workers(setup, Host(), count=1)
+    workers.compile(variant, "eager")
+    for free, remains in ((workers_module.PLENTY, True), (workers_module.PLENTY - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
+        workers.rest(CPU)
+        assert workers.are_warm
+        workers.rest(torch.device("cuda"))
+        assert workers.are_warm == remains
+
+
+def test_no_more_processes_than_allowed(workers, variant):
+    most = []
+
+    def job():
+        workers.compile(variant, "eager")
+        most.append(workers._running)
+
+    threads = [threading.Thread(target=job) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) <= 2
+    assert len(most) == 5
+
+
+def test_few_graphs_start_no_processes(workers):
+    cold = Workers(setup, Host(), count=4)
+    assert not cold.pay(4)
+    assert cold.pay(5)
+    assert not Workers(setup, Host(), count=1).pay(100)
+    assert not Workers(setup, Host(), count=0).pay(100)
+
+
+@pytest.mark.parametrize(
+    ("cores", "said", "count"),
+    [(16, None, 8), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (16, "x", 8)],
+)
+def test_worker_count_follows_machine_or_variable(cores, said, count, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setattr(workers_module, "MEMORY", 1)
+    monkeypatch.delenv("COMPILED_GRAPHS_WORKERS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("COMPILED_GRAPHS_WORKERS", said)
+    assert worker_count() == count
+
+
+def test_worker_count_without_affinity_uses_all_cores(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    monkeypatch.setattr(workers_module, "MEMORY", 1)
+    monkeypatch.delenv("COMPILED_GRAPHS_WORKERS", raising=False)
+    assert worker_count() == 7
+
+
+def test_little_memory_means_few_processes(monkeypatch):
+    pytest.importorskip("psutil")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    monkeypatch.setattr(workers_module, "MEMORY", 1 << 60)
+    assert worker_count() == 0
+
+
+class Layers(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Mixed(nn.Module):
+    """A network with blocks of one class but several lengths."""
+
+    def __init__(self, *lengths):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Layers, lengths))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def inputs(self, sizes):
+        return (torch.randn(sizes.batch, sizes.tokens, 16),)
+
+
+class TwoBusyProcesses(Workers):
+    """Records the orders, and blocks the first two until both have arrived."""
+
+    def __init__(self):
+        super().__init__(setup, Host(), count=2)
+        self.asked, self.most, self._now = [], 0, 0
+        self._both, self._lock = threading.Barrier(2), threading.Lock()
+
+    def pay(self, missing):
+        return True
+
+    def compile(self, variant, backend):
+        with self._lock:
+            self.asked.append(len(variant.module.layers))
+            self._now += 1
+            self.most = max(self.most, self._now)
+        if len(self.asked) <= 2:
+            self._both.wait(PATIENCE)
+        time.sleep(0.05)
+        with self._lock:
+            self._now -= 1
+        raise WorkerError("busy")
+
+
+def test_largest_regions_are_ordered_first():
+    """The slowest compiles come first, and no order is made before a process is free."""
+    workers = TwoBusyProcesses()
+    compile_network(Mixed(1, 4, 2, 5, 3), Registry(GraphCache(workers=workers)))
+    assert (set(workers.asked[:2]), sorted(workers.asked)) == ({4, 5}, [1, 2, 3, 4, 5])
+    assert workers.most == 2

@@ -1,0 +1,219 @@
+"""Attention patches of ComfyUI inside of graphs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy.rules.attention_patches import (
+    HOOKS,
+    PatchCalls,
+    hooks_of,
+    patch_names,
+    traced_options,
+)
+from compiled_graphs.compiler.identity.call_signature import parse
+
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
+"""Relative error of a sampled latent; GPUs sample in half precision."""
+LITERALS = frozenset({"n_heads", "dim_head", "attn_precision", *HOOKS})
+
+
+def first(q, k, v, options):
+    return q
+
+
+def options(block=("input", 4), **patches):
+    replaced = {name: patches.pop(name) for name in ("attn1", "attn2") if name in patches}
+    return {"block": block, "patches": patches, "patches_replace": replaced, "sigmas": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "hooks"),
+    [
+        ({}, ""),
+        ({"attn2": {("input", 4): first}}, "attn2:*"),
+        ({"attn2": {("input", 4, 1): first, ("input", 4, 0): first, ("input", 7, 9): first}}, "attn2:0,1"),
+        ({"attn2": {("input", 4): first, ("input", 4, 1): first}}, "attn2:*"),
+        ({"attn2": {("output", 4): first}}, ""),
+        ({"attn1": {("input", 4): first}, "attn2": {("input", 4, 0): first}}, "attn1:*;attn2:0"),
+        ({"middle_patch": [first], "attn1_output_patch": []}, "middle_patch"),
+        ({"input_block_patch": [first]}, ""),
+    ],
+)
+def test_hooks_are_those_that_the_block_will_look_up(given, hooks):
+    assert hooks_of(options(**given), LITERALS) == hooks
+    assert hooks_of(options(**given), frozenset({"attn2"})) == "", "another block's code"
+
+
+def test_the_function_for_one_transformer_comes_before_that_for_all():
+    given = options(attn2={("input", 4): lambda *a: "all", ("input", 4, 1): lambda *a: "one"})
+    call = PatchCalls(given)
+    assert [call("attn2", {"block_index": n}, None, None, None) for n in (0, 1)] == ["all", "one"]
+
+
+def test_a_patch_sees_the_options_of_the_call_and_of_the_block():
+    seen = {}
+    given = options(middle_patch=[lambda x, extra: seen.update(extra) or x + 1, lambda x, extra: x * 2])
+    assert PatchCalls(given)("middle_patch", {"n_heads": 8}, 3) == 8
+    assert seen.keys() == {"block", "sigmas", "n_heads"}
+    assert seen["block"] == ("input", 4)
+
+
+def test_a_patch_sees_what_one_before_it_left():
+    def leave(x, extra):
+        extra["left"] = x
+        return x
+
+    given = options(attn1_output_patch=[leave], middle_patch=[lambda x, extra: x + extra["left"]])
+    call = PatchCalls(given)
+    call("attn1_output_patch", {"block_index": 0}, 2)
+    assert call("middle_patch", {"block_index": 0}, 3) == 5
+    with pytest.raises(KeyError):  # another transformer block has options of its own
+        call("middle_patch", {"block_index": 1}, 3)
+
+
+def test_functions_are_told_apart_by_name():
+    assert patch_names(options(attn2={("input", 4): first}), "attn2:*") == {f"{__name__}.first"}
+
+
+@pytest.mark.parametrize("hooks", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
+def test_hooks_of_a_file_that_make_no_sense_are_refused(hooks):
+    with pytest.raises(ValueError):  # noqa: PT011  int() and we
+        traced_options({}, hooks)
+    structure, _ = parse(json.dumps([["dict", []], ["transformer_options"], hooks]))
+    assert structure.hooks == hooks
+
+
+@pytest.fixture
+def compiled(load, registry):
+    model = load("tiny_sd15")
+    return model, host.compile_model(model, host.Request("eager"))[0]
+
+
+def replaced(patcher, function, kind="attn2"):
+    clone = patcher.clone()
+    getattr(clone, f"set_model_{kind}_replace")(function, "middle", 0)
+    return clone
+
+
+def same(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item() <= BOUND
+
+
+def test_another_function_is_checked_before_its_results_are_used(compiled, sample):
+    model, fast = compiled
+    steps = {"steps": 3}
+
+    def one(q, k, v, options):
+        return q * 0.5
+
+    def other(q, k, v, options):
+        return q * 2
+
+    for function in (one, other):
+        with totals.expect(verifications=1 + (function is one) * 3, retired=0):  # the plain graphs too, the first time
+            assert same(sample(replaced(fast, function), "tiny_sd15", **steps),
+                        sample(replaced(model, function), "tiny_sd15", **steps))  # fmt: skip
+        with totals.expect(verifications=0):
+            sample(replaced(fast, function), "tiny_sd15", **steps)
+
+
+def test_what_a_patch_raises_is_raised_as_it_is_and_the_graph_stays(compiled, sample):
+    model, fast = compiled
+    function = lambda q, k, v, options: q * 0.5  # noqa: E731
+    sample(replaced(fast, function), "tiny_sd15")
+
+    def failing(q, k, v, options):
+        raise ZeroDivisionError("a patch's own")
+
+    with totals.expect(retired=0):
+        with pytest.raises(ZeroDivisionError, match="a patch's own"):
+            sample(replaced(fast, failing), "tiny_sd15")
+        assert same(sample(replaced(fast, function), "tiny_sd15"), sample(replaced(model, function), "tiny_sd15"))
+
+
+def test_a_patch_that_gives_another_dtype_fails_as_it_would(compiled, sample):
+    model, fast = compiled
+
+    def wide(q, k, v, options):
+        return q.double()
+
+    with pytest.raises(RuntimeError) as theirs:  # the next layer refuses it
+        sample(replaced(model, wide), "tiny_sd15")
+    with totals.expect(retired=0), pytest.raises(RuntimeError) as ours:
+        sample(replaced(fast, wide), "tiny_sd15")
+    assert str(ours.value) == str(theirs.value)
+
+
+def drawing(q, k, v, options):
+    return q + torch.rand(1).item()
+
+
+def counting():
+    calls = []
+
+    def patch(q, k, v, options):
+        calls.append(1)
+        return q * (1 + len(calls) / 10)
+
+    return patch, calls
+
+
+def test_a_patch_draws_its_random_numbers_once(compiled, sample):
+    model, fast = compiled
+    with totals.expect(retired=0):
+        for _ in range(2):  # the first one checks
+            assert same(sample(replaced(fast, drawing), "tiny_sd15", steps=2),
+                        sample(replaced(model, drawing), "tiny_sd15", steps=2))  # fmt: skip
+
+
+def test_a_patch_is_called_once_for_each_call_of_its_block(compiled, sample):
+    model, fast = compiled
+    (ours, our_calls), (theirs, their_calls) = counting(), counting()
+    with totals.expect(retired=0):
+        assert same(sample(replaced(fast, ours), "tiny_sd15", steps=3),
+                    sample(replaced(model, theirs), "tiny_sd15", steps=3))  # fmt: skip
+    assert len(our_calls) == len(their_calls) > 0
+
+
+@pytest.mark.parametrize("kind", ["set_model_output_block_patch", "set_model_input_block_patch"])
+def test_patches_between_blocks_see_what_blocks_write(compiled, sample, kind):
+    model, fast = compiled
+    seen = {}
+
+    def patched(patcher, name):
+        def patch(*arguments):
+            *tensors, options = arguments
+            written = {n: options[n] for n in ("activations_shape", "block_index", "block") if n in options}
+            seen.setdefault(name, []).append(written)
+            return tuple(tensors) if len(tensors) > 1 else tensors[0]
+
+        clone = patcher.clone()
+        getattr(clone, kind)(patch)
+        return clone
+
+    for _ in range(2):
+        seen.clear()
+        assert same(sample(patched(fast, "ours"), "tiny_sd15"), sample(patched(model, "theirs"), "tiny_sd15"))
+        assert seen["ours"] == seen["theirs"]
+
+
+def test_a_block_that_asks_where_it_is_runs_eagerly(load, registry, sample, monkeypatch):
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+
+    forward = BasicTransformerBlock.forward
+
+    def by_place(self, x, context=None, transformer_options={}):  # noqa: B006  as ComfyUI has it
+        x = forward(self, x, context, transformer_options)
+        return x * 3 if transformer_options.get("block") == ("middle", 0) else x
+
+    monkeypatch.setattr(BasicTransformerBlock, "forward", by_place)
+    model = load("tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager"))[0]
+    assert same(sample(fast, "tiny_sd15"), sample(model, "tiny_sd15"))
+    reasons = host.compiled_model(fast).summary().reasons
+    assert any("depends on the transformer option block" in reason for reason in reasons)

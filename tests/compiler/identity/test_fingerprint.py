@@ -1,0 +1,502 @@
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import enum
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.identity.fingerprint import Describer, fingerprint, strings_of, tensor_attributes
+from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
+from torch import nn
+
+SOURCE = '''
+import functools
+
+import torch
+from torch import nn
+
+SCALE = 2.0
+LIMITS = {"low": 1, "high": 9}
+
+def double(x):
+    return x * 2
+
+def widen(x):
+    return double(x) + 1
+
+def traced(function):
+    @functools.wraps(function)
+    def run(*args):
+        return function(*args)
+    return run
+
+@traced
+def shrink(x):
+    return x / 4
+
+@torch.no_grad()
+def negate(x):
+    return -x
+
+def unrelated(x):
+    return x - 5
+
+class Base(nn.Module):
+    def norm(self, x):
+        return x / x.norm()
+
+class Block(Base):
+    """A block."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.eps = 1e-6
+
+    def forward(self, x, options=None):
+        x = self.norm(widen(self.linear(x)))  # widen first
+        if "patch" in (options or {}):
+            x = negate(shrink(x))
+        return x * SCALE * LIMITS["high"]
+'''
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Return a function that imports an edited version of `SOURCE`, as a restart after the edit would."""
+
+    def run(*edits, name="edited_blocks"):
+        text = SOURCE
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        path = folder / "edited_blocks.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return run
+
+
+def of(module, host=None):
+    return fingerprint(module, host or Host())
+
+
+def with_attribute(value):
+    block = TransformerBlock()
+    block.setting = value
+    return block
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("self.norm(widen(self.linear(x)))", "self.norm(self.linear(x))"),
+        ("return double(x) + 1", "return double(x) + 2"),
+        ("return x * 2", "return x * 3"),
+        ("return x / 4", "return x / 5"),
+        ("return -x", "return -x * 2"),
+        ("return x / x.norm()", "return x"),
+        ("SCALE = 2.0", "SCALE = 3.0"),
+        ('"high": 9', '"high": 8'),
+        ("self.eps = 1e-6", "self.eps = 1e-5"),
+        ("return function(*args)", "return -function(*args)"),
+    ],
+    ids=[
+        "forward",
+        "helper",
+        "helper of helper",
+        "decorated helper",
+        "torch-decorated helper",
+        "base",
+        "global",
+        "table",
+        "eps",
+        "decorator",
+    ],
+)
+def test_edit_of_used_code_changes_fingerprint(load, edit):
+    assert of(load(edit).Block()) != of(load().Block())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("# widen first", "# another remark"),
+        ('"""A block."""', '"""A block, described at length."""'),
+        ('    """A block."""\n', ""),
+        ("return x - 5", "return x - 6"),
+        ("import functools\n", "import functools\nimport math\n\n\n"),
+        ("        self.eps = 1e-6", "        self.eps = 1e-3 / 1e3"),
+    ],
+    ids=["comment", "docstring", "no docstring", "unrelated function", "lines above", "constructor"],
+)
+def test_edit_of_anything_else_keeps_fingerprint(load, edit):
+    assert of(load(edit).Block()) == of(load().Block())
+
+
+class Options(dict):
+    """Parsed options in the form that some ComfyUI builds use."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [Options, argparse.Namespace])
+def test_only_command_line_options_that_are_read_matter(load, kind):
+    reading = ("return x * SCALE", "return x * SCALE * (2 if options_of_host.upcast else 1)")
+
+    def block(**options):
+        module = load(reading)
+        module.options_of_host = kind(**options)
+        return of(module.Block())
+
+    assert block(upcast=True, port=8188) == block(upcast=True, port=9000)
+    assert block(upcast=True, port=8188) != block(upcast=False, port=8188)
+
+
+@pytest.mark.parametrize("line", ["seen[x.shape] = 1", "seen.setdefault('a', 1)", "global seen; seen = {}"])
+def test_code_that_writes_to_a_global_is_obscure(load, line):
+    module = load(("x = self.norm(widen(self.linear(x)))", f"{line}; x = self.norm(widen(self.linear(x)))"))
+    module.seen = {}
+    assert "remembers things in a global" in Describer(Host()).describe(module.Block()).obscure
+
+
+@pytest.mark.parametrize("folder", ["/opt/comfy/custom_nodes/blocks", "C:\\\\comfy\\\\custom_nodes\\\\My Blocks"])
+def test_folder_of_an_extension_does_not_matter(load, folder):
+    here = load(name="/home/me/custom_nodes/blocks.model")
+    there = load(name=f"{folder}.model")
+    assert of(here.Block()) == of(there.Block())
+
+
+def test_replaced_helper_changes_fingerprint(load):
+    module = load()
+    before = of(module.Block())
+    module.double = lambda x: x * 7
+    assert of(module.Block()) != before
+
+
+def test_replaced_forward_on_the_class_changes_fingerprint(load):
+    module = load()
+    before = of(module.Block())
+
+    def forward(self, x, options=None):
+        return self.linear(x)
+
+    module.Block.forward = forward
+    assert of(module.Block()) != before
+
+
+def test_wrapped_forward_on_the_class_changes_fingerprint(load):
+    module = load()
+    before = of(module.Block())
+    original = module.Block.forward
+
+    @functools.wraps(original)
+    def wrapper(self, x, options=None):
+        return original(self, x * 2, options)
+
+    module.Block.forward = wrapper
+    assert of(module.Block()) != before
+
+
+def test_a_helper_in_infrastructure_is_not_followed(load):
+    class Program(Host):
+        infrastructure = ("edited_blocks",)
+
+    assert of(load(("return x * 2", "return x * 3")).Block(), Program()) == of(load().Block(), Program())
+
+
+PRINT_FINGERPRINTS = """
+from compiled_graphs.compiler.fingerprint import fingerprint
+from compiled_graphs.compiler.host import Host
+from networks import ResidualBlock, TransformerBlock
+block = TransformerBlock()
+block.features = {"rope", "bias", "gate", "shift", None, 3}
+print(fingerprint(block, Host()), fingerprint(ResidualBlock(), Host()))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_fingerprint_is_the_same_in_every_process(seed):
+    block = TransformerBlock()
+    block.features = {"rope", "bias", "gate", "shift", None, 3}
+    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", PRINT_FINGERPRINTS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == [of(block), of(ResidualBlock())]
+
+
+def test_equal_blocks_share_a_fingerprint():
+    assert len({of(block) for block in ConvolutionNetwork(depth=3).blocks}) == 1
+
+
+def test_weight_values_and_placement_do_not_matter():
+    block = TransformerBlock()
+    before = of(block)
+    block.gate.fill_(3.0)
+    assert of(block) == before
+    assert of(block.to("meta")) == before
+
+
+def test_requires_grad_does_not_matter():
+    assert of(TransformerBlock().requires_grad_(False)) == of(TransformerBlock())
+
+
+def test_hooks_and_an_instance_forward_do_not_matter():
+    block = TransformerBlock()
+    block.register_forward_hook(lambda *args: None)
+    block.forward = lambda x: x
+    assert of(block) == of(TransformerBlock())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: TransformerBlock(eps=1e-5),
+        lambda: TransformerBlock(heads=4),
+        lambda: TransformerBlock(width=32),
+        lambda: TransformerBlock().half(),
+        lambda: TransformerBlock().eval(),
+        lambda: _without_gate(),
+    ],
+    ids=["eps", "heads", "width", "dtype", "eval", "absent parameter"],
+)
+def test_configuration_changes_fingerprint(changed):
+    assert of(changed()) != of(TransformerBlock())
+
+
+def _without_gate():
+    block = TransformerBlock()
+    block.gate = None
+    return block
+
+
+def test_layout_of_a_weight_changes_fingerprint():
+    assert of(ResidualBlock().to(memory_format=torch.channels_last)) != of(ResidualBlock())
+
+
+def test_shape_of_a_buffer_changes_fingerprint():
+    one, other = TransformerBlock(), TransformerBlock()
+    one.register_buffer("table", torch.zeros(3))
+    other.register_buffer("table", torch.zeros(4))
+    assert of(one) != of(other)
+
+
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+@dataclasses.dataclass
+class Settings:
+    eps: float
+
+
+def scaled_by(factor):
+    def scale(x):
+        return x * factor
+
+    return scale
+
+
+def shifted_by(amount):
+    def shift(x, by=amount):
+        return x + by
+
+    return shift
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, 2], [2, 1]),
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({1, 2}, {1, 3}),
+        (torch.float16, torch.bfloat16),
+        (1, True),
+        (nn.GELU, nn.SiLU),
+        (torch.relu, torch.sigmoid),
+        (np.float32(0.5), np.float32(0.25)),
+        (2j, 3j),
+        (Mode.FIRST, Mode.SECOND),
+        (Settings(1e-5), Settings(1e-6)),
+        (types.SimpleNamespace(eps=1e-5), types.SimpleNamespace(eps=1e-6)),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=1)),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clip, min=0)),
+        (scaled_by(2), scaled_by(3)),
+        (shifted_by(2), shifted_by(3)),
+        (slice(1, 2), slice(1, 3)),
+        (b"a", b"b"),
+        ({"a": {"b": [{"c": 1}]}}, {"a": {"b": [{"c": 2}]}}),
+        (TransformerBlock.forward, ResidualBlock.forward),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_different_settings_change_fingerprint(one, other):
+    assert of(with_attribute(one)) == of(with_attribute(copy.copy(one)))
+    assert of(with_attribute(one)) != of(with_attribute(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.device("cpu"), torch.device("meta")),
+        (object(), object()),
+    ],
+    ids=["device", "identity"],
+)
+def test_equal_settings_keep_fingerprint(one, other):
+    assert of(with_attribute(one)) == of(with_attribute(other))
+
+
+def test_circular_setting_is_described():
+    block = TransformerBlock()
+    block.owner = types.SimpleNamespace(block=block)
+    block.owner.itself = block.owner
+    assert of(block) != of(TransformerBlock())
+
+
+class Manager(Host):
+    volatile_attributes = frozenset({"loaded_bytes"})
+
+
+def test_a_volatile_attribute_of_the_host_does_not_matter():
+    block = TransformerBlock()
+    block.loaded_bytes = 1024
+    assert of(block, Manager()) == of(TransformerBlock(), Manager())
+    assert of(block) != of(TransformerBlock())
+
+
+def test_strings_are_those_a_region_can_look_up(load):
+    strings = strings_of(load().Block(), Host())
+    assert {"patch", "high"} <= strings
+    assert "A block." not in strings
+
+
+def test_strings_come_from_helpers_and_submodules_too(load):
+    module = load(("return x * 2", 'return x * {"factor": 2}["factor"]'))
+    assert "factor" in strings_of(nn.Sequential(module.Block()), Host())
+
+
+def test_class_without_source_has_a_fingerprint():
+    text = "class Block(Base):\n    def forward(self, x):\n        return x * {}\n"
+    blocks = []
+    for factor in ("self.two", "self.three"):
+        scope = {"Base": nn.Module, "__name__": "generated"}
+        exec(text.format(factor), scope)
+        blocks.append(scope["Block"]())
+    assert of(blocks[0]) != of(blocks[1])
+
+
+def test_constants_of_a_class_without_source_matter():
+    blocks = []
+    for factor in (2, 3):
+        scope = {"Base": nn.Module, "__name__": "generated"}
+        exec(f"class Block(Base):\n    def forward(self, x):\n        return x * {factor}\n", scope)
+        blocks.append(scope["Block"]())
+    assert of(blocks[0]) != of(blocks[1])
+
+
+def test_tensors_outside_parameters_and_buffers_are_named():
+    block = TransformerBlock()
+    block.register_buffer("known", torch.ones(1))
+    assert tensor_attributes(block, Host()) == []
+    block.table = torch.ones(1)
+    block.mlp[0].scale = torch.ones(1)
+    assert tensor_attributes(block, Host()) == ["table", "mlp.0.scale"]
+
+
+def test_stand_in_for_a_method_does_not_matter():
+    class Entrance:
+        stands_in = True
+
+    block = TransformerBlock()
+    before = of(block)
+    block.decode = Entrance()
+    assert of(block) == before
+
+
+def test_shared_objects_are_described_once():
+    """Sixty levels that each hold the next one twice would fill any memory if they were written out."""
+    shared = [1.0]
+    for _ in range(60):
+        shared = [shared, shared]
+    block = TransformerBlock()
+    block.setting = shared
+    before = of(block)
+    inner = shared
+    while isinstance(inner[0], list):
+        inner = inner[0]
+    inner[0] = 2.0
+    assert of(block) != before
+
+
+def from_an_extension(name, source):
+    """Return a function whose module is not a library."""
+    scope = {"__name__": "extension", "CALLS": []}
+    exec(source, scope)
+    return scope[name]
+
+
+@pytest.mark.parametrize("owner", [nn.Module, torch, torch.nn.functional, torch.Tensor])
+def test_uncalled_addition_to_torch_does_not_matter(owner, monkeypatch):
+    """For instance, transformers adds a method to torch's modules that reads its own globals."""
+    block = TransformerBlock()
+    before = Describer(Host()).describe(block)
+    helper = from_an_extension("smart_apply", "def smart_apply(self):\n    CALLS.append(self)\n")
+    monkeypatch.setattr(owner, "smart_apply", helper, raising=False)
+    assert Describer(Host()).describe(block) == before
+    assert not before.obscure
+
+
+class Helped(nn.Module):
+    def forward(self, x):
+        return self.helped(x)
+
+
+class HelpedByName(nn.Module):
+    def forward(self, x):
+        return getattr(self, "helped")(x)  # noqa: B009
+
+
+@pytest.mark.parametrize("kind", [Helped, HelpedByName])
+def test_addition_to_torch_matters_where_it_is_called(kind, monkeypatch):
+    twice = from_an_extension("helped", "def helped(self, x):\n    return x * 2\n")
+    monkeypatch.setattr(nn.Module, "helped", twice, raising=False)
+    before = of(kind())
+    monkeypatch.setattr(nn.Module, "helped", from_an_extension("helped", "def helped(self, x):\n    return x * 3\n"))
+    assert of(kind()) != before
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(nn.Module, "__call__"), (nn.Module, "_call_impl"), (nn.Linear, "forward"), (torch.nn.functional, "linear")]
+    + [(torch, "matmul"), (torch.Tensor, "__add__"), (torch.Tensor, "reshape")],
+)
+def test_replaced_torch_function_changes_fingerprint(owner, name, monkeypatch):
+    block = TransformerBlock()
+    before = of(block)
+    source = f"def {name}(*arguments):\n    return original(*arguments)\n"
+    replacement = from_an_extension(name, source)
+    replacement.__globals__["original"] = getattr(owner, name)
+    monkeypatch.setattr(owner, name, replacement)
+    after = of(block)
+    monkeypatch.undo()
+    assert after != before

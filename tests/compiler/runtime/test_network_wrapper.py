@@ -1,0 +1,270 @@
+"""The stand-in for the method by which a host calls a network."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, CodingEntrance, Entrance
+from compiled_graphs.compiler.runtime.region_forward import _thread
+from compiled_graphs.compiler.runtime.running_call import running_call
+from torch import nn
+
+
+class Halves(nn.Module):
+    def forward(self, x, scale=0.5):
+        return x * scale
+
+
+class Overflowing(nn.Module):
+    """Returns infinity unless its regions run eagerly, and draws a random number on each call."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.always = always
+
+    def forward(self, x):
+        drawn = torch.rand(1)
+        eager = getattr(_thread, "eager", None) == OVERFLOWED
+        return x + drawn if eager and not self.always else x * float("inf")
+
+
+class FakeCompiledModel:
+    """A fake compiled model, which says whether the network has changed and whether a block is due for comparison."""
+
+    background = None
+
+    def __init__(self):
+        self.changed = self.is_due = False
+        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
+        self.ended = []
+
+    def follow(self):
+        return self.changed
+
+    def watch_over(self):
+        return self.is_due
+
+    def note_call(self, call):
+        self.ended.append(call)
+
+
+def enter(network, kind=Entrance, inner=None, compiled=None, **options):
+    entrance = kind(network, "forward", inner, compiled or FakeCompiledModel(), **options)
+    network.forward = entrance
+    return entrance
+
+
+def test_running_call_is_known_only_inside():
+    network, compiled = Halves(), FakeCompiledModel()
+    enter(network, inner=lambda x, scale=0.5: running_call(compiled), compiled=compiled)
+    assert network(torch.ones(1)) is compiled.ended[0]
+    assert running_call(compiled) is None
+
+
+def test_a_running_call_can_be_made_again():
+    network, compiled = Halves(), FakeCompiledModel()
+    enter(
+        network, inner=lambda x, scale: running_call(compiled).repeated(), compiled=compiled, repeat=lambda *call: call
+    )
+    x = torch.ones(1)
+    assert network(x, scale=2.0) == (network, "forward", (x,), {"scale": 2.0})
+
+
+def test_a_call_that_fails_is_forgotten():
+    network, compiled = Halves(), FakeCompiledModel()
+    enter(network, compiled=compiled)
+    with pytest.raises(TypeError):
+        network(torch.ones(1), nonsense=1)
+    assert running_call(compiled) is None
+
+
+def test_another_models_call_is_not_ones_own():
+    outer, inner, seen = FakeCompiledModel(), FakeCompiledModel(), []
+
+    def look(x):
+        seen.append((running_call(outer) is None, running_call(inner) is None))
+        return x
+
+    inside = Halves()
+    enter(inside, inner=look, compiled=inner)
+    network = Halves()
+    enter(network, inner=lambda x: look(inside(look(x))), compiled=outer)
+    network(torch.ones(1))
+    assert seen == [(False, True), (True, False), (False, True)]
+
+
+def test_threads_have_calls_of_their_own():
+    network, compiled = Halves(), FakeCompiledModel()
+    seen = []
+
+    def look(x):
+        thread = threading.Thread(target=lambda: seen.append(running_call(compiled)))
+        thread.start()
+        thread.join()
+        return x
+
+    enter(network, inner=look, compiled=compiled)
+    network(torch.ones(1))
+    assert seen == [None]
+
+
+def test_method_replaced_before_still_runs():
+    network = Halves()
+    enter(network, inner=lambda x: x + 1)
+    assert network(torch.ones(1)) == 2
+
+
+def test_the_entrance_does_not_keep_the_network():
+    network = Halves()
+    entrance = enter(network)
+    assert entrance.network() is network
+    del network.forward, network
+    assert entrance.network() is None
+
+
+def test_a_deep_copy_enters_its_own_network():
+    network = Halves()
+    enter(network)
+    copied = copy.deepcopy(network)
+    assert copied.forward.__self__ is copied
+
+
+def test_overflow_in_graphs_is_redone_with_the_same_draws():
+    network = Overflowing()
+    told = []
+    enter(network, CodingEntrance).on_broken = told.append
+    torch.manual_seed(3)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(network(torch.zeros(1)), drawn)
+    assert told == [f"eager: {OVERFLOWED}"]
+
+
+def test_overflow_in_eager_too_is_not_reported():
+    network = Overflowing(always=True)
+    told = []
+    enter(network, CodingEntrance).on_broken = told.append
+    assert not torch.isfinite(network(torch.ones(1))).any()
+    assert told == []
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Halves(), Halves()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Serving:
+    """A region's forward that calls a function."""
+
+    def __init__(self, block, function):
+        self.module = lambda: block
+        self.function = function
+
+    def __call__(self, x):
+        return self.function(x)
+
+
+def serving(network, **functions):
+    return {path: Serving(network.get_submodule(path), function) for path, function in functions.items()}
+
+
+def test_forwards_are_in_place_for_as_long_as_a_call_runs():
+    network = Pair()
+    enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
+    x = torch.ones(1)
+    assert network(x) == 24
+    assert "forward" not in network.first.__dict__
+    assert network.second(network.first(x)) == 0.25
+
+
+def test_forwards_are_restored_after_a_failed_call():
+    def fail(x):
+        raise ZeroDivisionError
+
+    network = Pair()
+    network.first.forward = bound = network.first.forward  # as ComfyUI leaves it
+    enter(network).install_while_running(serving(network, first=lambda x: x, second=fail))
+    with pytest.raises(ZeroDivisionError):
+        network(torch.ones(1))
+    assert network.first.__dict__["forward"] is bound
+    assert "forward" not in network.second.__dict__
+
+
+def test_a_forward_of_somebody_else_is_left_alone():
+    network = Pair()
+    enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
+    network.first.forward = lambda x: x * 100
+    assert network(torch.ones(1)) == 300
+
+
+def test_torch_compile_sees_the_plain_network():
+    network = Pair()
+    enter(network).install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)) == 0.25
+
+
+class FakeStepReplay:
+    def __init__(self):
+        self.served = self.forgotten = self.looked = 0
+
+    def serve(self, call, args, kwargs, running):
+        self.served += 1
+        return call(*args, **kwargs)
+
+    def forget(self):
+        self.forgotten += 1
+
+    def look(self):
+        self.looked += 1
+
+
+@pytest.fixture
+def replaying():
+    network = Pair()
+    entrance = enter(network)
+    entrance.step_replay = FakeStepReplay()
+    return network, entrance.compiled, entrance.step_replay
+
+
+def test_step_with_a_due_block_is_not_replayed(replaying):
+    network, compiled, recordings = replaying
+    network(torch.ones(1))
+    compiled.is_due = True
+    network(torch.ones(1))
+    assert recordings.served == 1
+
+
+def test_change_drops_the_recordings(replaying):
+    network, compiled, recordings = replaying
+    network(torch.ones(1))
+    compiled.changed = True
+    network(torch.ones(1))
+    assert (recordings.served, recordings.forgotten, recordings.looked) == (2, 1, 1)
+
+
+def test_forwards_are_removed_if_installing_fails():
+    network = Pair()
+    forwards = serving(network, first=lambda x: x)
+    forwards["second"] = SimpleNamespace(module=lambda: 1 / 0)
+    enter(network).install_while_running(forwards)
+    with pytest.raises(ZeroDivisionError):
+        network(torch.ones(1))
+    assert "forward" not in network.first.__dict__
+
+
+def test_a_block_that_is_gone_is_left_out():
+    network = Pair()
+    forwards = serving(network, first=lambda x: x * 8)
+    forwards["second"] = SimpleNamespace(module=lambda: None)
+    enter(network).install_while_running(forwards)
+    assert network(torch.ones(1)) == 4

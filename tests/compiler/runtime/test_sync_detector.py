@@ -1,0 +1,69 @@
+"""Operators that sync with a device are found in an ordinary call, without a capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.runtime.sync_detector import WaitWatch
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def found(function):
+    numbers = torch.arange(6.0, device=DEVICE).reshape(2, 3)
+    with WaitWatch(DEVICE) as watch:
+        function(numbers)
+    return watch.found
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: float(x[0, 0]), "_local_scalar_dense"),
+        (lambda x: 1 if x.any() else 0, "_local_scalar_dense"),
+        (lambda x: x[x > 1], "index"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: torch.equal(x, x), "equal"),
+        (lambda x: x.unique(), "_unique2"),
+        (lambda x: x.repeat_interleave((x[0] + 1).long(), 1), "repeat_interleave"),
+    ],
+)
+def test_sync_operators_are_found(function, operator):
+    assert found(function) == f"aten.{operator}"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x @ x.T + 1,
+        lambda x: x[:, torch.tensor([0, 2], device=x.device)] if x.device.type == "cpu" else x[:, ::2],
+        lambda x: torch.where(x > 1, x, 0),
+        lambda x: x.half().float().contiguous(),
+        lambda x: torch.cat([x, torch.zeros_like(x)]).masked_fill(torch.ones(4, 3, device=x.device) > 0, 2),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    ],
+)
+def test_other_operators_are_not_found(function):
+    assert found(function) == ""
+
+
+def test_sync_on_another_device_is_ignored():
+    with WaitWatch(torch.device("meta")) as watch:
+        torch.ones(3).sum().item()
+        torch.empty(3, device="meta").sum()
+    assert watch.found == ""
+
+
+def test_copy_between_devices_is_a_sync():
+    with WaitWatch(torch.device("meta")) as watch:
+        torch.ones(3).to("meta")
+    assert watch.found == "aten._to_copy"
+
+
+def test_first_sync_is_kept_and_results_are_unchanged():
+    with WaitWatch(DEVICE) as watch:
+        numbers = torch.ones(3, device=DEVICE)
+        assert numbers.sum().item() == 3
+        assert numbers.nonzero().shape == (3, 1)
+    assert watch.found == "aten._local_scalar_dense"

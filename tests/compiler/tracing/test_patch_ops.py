@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from compiled_graphs.compiler.identity.call_signature import Unsupported
+from compiled_graphs.compiler.tracing.patch_ops import PatchFailed, WrongOutput, calling, register_operators, stand_in
+
+CONSTANTS = json.dumps({"block_index": 3})
+
+
+@pytest.fixture(autouse=True)
+def _operators():
+    register_operators()
+
+
+def output(x, constants=CONSTANTS):
+    return torch.ops.compiled_graphs.output_patch("middle", constants, x)
+
+
+def replacement(q, k, v):
+    return torch.ops.compiled_graphs.replacement_patch("attn2", CONSTANTS, q, k, v)
+
+
+def test_an_operator_calls_what_is_there_now():
+    x = torch.ones(2)
+    for factor in (2, 3):
+        with calling(lambda hook, constants, x, factor=factor: x * factor * constants["block_index"]):
+            assert output(x).tolist() == [3 * factor] * 2
+
+
+def test_a_result_that_is_an_input_is_a_tensor_of_its_own():
+    q, k, v = torch.zeros(2, 4, 8), torch.ones(2, 4, 8), torch.ones(2, 4, 8)
+    with calling(lambda hook, constants, q, k, v: v):
+        result = replacement(q, k, v)
+    assert torch.equal(result, v)
+    assert result.data_ptr() != v.data_ptr()
+
+
+def test_a_result_is_dense_whatever_the_patch_gives():
+    with calling(lambda hook, constants, x: torch.zeros(3, 2).T):
+        assert output(torch.zeros(2, 3)).is_contiguous()
+
+
+@pytest.mark.parametrize("result", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_another_shape_or_dtype_is_no_result(result):
+    refused = pytest.raises(PatchFailed, match="patch middle changes the shape or dtype")
+    with refused as failed, calling(lambda *a: result):
+        output(torch.zeros(2))
+    assert isinstance(failed.value.error, WrongOutput)
+
+
+def test_patch_error_is_raised_after_the_graph():
+    called = []
+
+    def fail(hook, constants, x):
+        called.append(hook)
+        raise KeyboardInterrupt
+
+    with pytest.raises(PatchFailed) as failed, calling(fail):
+        assert output(output(torch.ones(2))).tolist() == [0, 0]
+    assert isinstance(failed.value.error, KeyboardInterrupt)
+    assert called == ["middle"]
+
+
+def test_calls_nest_and_threads_have_their_own():
+    x = torch.ones(1)
+    with calling(lambda *a: a[-1] * 2):
+        with calling(lambda *a: a[-1] * 5):
+            assert output(x) == 5
+        assert output(x) == 2
+        seen = []
+
+        def other():
+            with calling(lambda *a: a[-1] * 7):
+                seen.append(output(x).item())
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert seen == [7]
+
+
+def test_a_stand_in_keeps_what_the_block_adds_to_the_options():
+    patch = stand_in("attn2", {"sigmas": None})
+    options = {"sigmas": torch.ones(1), "n_heads": 8, "attn_precision": torch.float32, "block_index": 2}
+
+    def call(hook, constants, q, k, v):
+        assert (hook, constants) == ("attn2", {"n_heads": 8, "attn_precision": torch.float32, "block_index": 2})
+        return q + k + v
+
+    q, k, v = torch.ones(1, 3, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4)
+    with calling(call):
+        assert patch(q, k, v, options).sum() == 36
+
+
+def test_options_that_no_graph_can_hold_are_named():
+    with pytest.raises(Unsupported, match="a patch that is given mask, which is no plain value"):
+        stand_in("attn2", {})(torch.ones(1), {"mask": torch.ones(1)})
+
+
+def test_sizes_stay_symbols_through_an_operator():
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return stand_in("middle", {})(x * 2, {}) + 1
+
+    batch = torch.export.Dim.AUTO
+    program = torch.export.export(Block(), (torch.ones(3, 4),), dynamic_shapes=({0: batch},), strict=False)
+    with calling(lambda hook, constants, x: x * 10):
+        for size in (2, 9):
+            assert program.module()(torch.ones(size, 4)).tolist() == [[21] * 4] * size

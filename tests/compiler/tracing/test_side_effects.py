@@ -1,0 +1,188 @@
+"""Code that runs ahead of time leaves nothing behind in caches, globals and objects."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import threading
+from collections import deque
+
+import numpy
+import pytest
+import torch
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.random_state import same_random_numbers
+from compiled_graphs.compiler.tracing.side_effects import _Turns, untouched
+from networks import call_with, install
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+GRIDS = {}
+RECENT = deque(maxlen=4)
+calls = 0
+
+
+@functools.lru_cache
+def cached_grid(width):
+    return torch.arange(width)
+
+
+@functools.cache
+def cached_table(width):
+    return {"grid": torch.arange(width)}
+
+
+def memoised(function):
+    known = {}
+
+    @functools.wraps(function)
+    def call(width):
+        if width not in known:
+            known[width] = function(width)
+        return known[width]
+
+    return call
+
+
+@memoised
+def enclosed_grid(width):
+    return torch.arange(width)
+
+
+class Shared:
+    def __init__(self):
+        self.grids = {}
+        self.last = None
+
+    def grid(self, width):
+        self.last = self.grids.setdefault(width, torch.arange(width))
+        return self.last
+
+
+class Remembering(nn.Module):
+    """A network that caches results in every way that real networks do."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(2))
+        self.shared = Shared()
+        self.holder = [Shared()]
+        self.grid = None
+
+    def forward(self, x, way="lru_cache"):
+        self.count(way)
+        for block in self.blocks:
+            x = block(x)
+        return x + self.remembered(x.shape[-1], way)
+
+    def inputs(self, sizes):
+        return (torch.randn(sizes.batch, sizes.tokens, 16),)
+
+    def count(self, way):
+        global calls
+        if way == "global number":
+            calls += 1
+        if way == "class attribute":
+            type(self).made += 1
+
+    def remembered(self, width, way):
+        if way == "lru_cache":
+            return cached_grid(width)
+        if way == "cache":
+            return cached_table(width)["grid"]
+        if way == "closure":
+            return enclosed_grid(width)
+        if way == "global dict":
+            return GRIDS.setdefault(width, torch.arange(width))
+        if way == "global deque":
+            RECENT.append(torch.arange(width))
+            return RECENT[-1]
+        if way == "shared object":
+            return self.shared.grid(width)
+        if way == "object in a list":
+            return self.holder[0].grid(width)
+        if way == "attribute":
+            self.grid = torch.arange(width)
+            return self.grid
+        return 0
+
+
+WAYS = ["lru_cache", "cache", "closure", "global dict", "global deque", "shared object", "object in a list",
+        "attribute", "global number", "class attribute"]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_probe_leaves_nothing_behind(registry, way):
+    network = Remembering()
+    compiled = install(network, registry)
+    compiled.prepare(call_with(way=way), name="forward")
+    gc.collect()
+    kept = [GRIDS, *GRIDS.values(), *RECENT, *vars(network.shared).values(), *network.shared.grids.values()]
+    kept += [*network.holder[0].grids.values(), network.grid, cached_grid(16), cached_table(16)["grid"]]
+    kept += [enclosed_grid(16)]
+    assert not any(isinstance(item, FakeTensor) for item in kept)
+    assert (calls, Remembering.made, len(RECENT), network.shared.last) == (0, 0, 0, None)
+    x = torch.randn(2, 3, 16)
+    plain = Remembering()
+    plain.load_state_dict(network.state_dict())
+    torch.testing.assert_close(network(x), plain(x))
+
+
+def test_earlier_cache_entries_stay():
+    GRIDS[5] = before = torch.arange(5)
+    try:
+        with untouched(Remembering(), Host()):
+            GRIDS.clear()
+        assert {5: before} == GRIDS
+    finally:
+        GRIDS.clear()
+
+
+def test_changes_are_undone_after_an_error():
+    def remember_and_fail():
+        with untouched(Remembering(), Host()):
+            GRIDS[7] = torch.arange(7)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        remember_and_fail()
+    assert not GRIDS
+
+
+def test_random_states_are_restored():
+    def draw():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()
+
+    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+    expected = draw()
+    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+    with same_random_numbers(torch.device("cpu")):
+        draw()
+    assert draw() == expected
+
+
+def test_exclusive_turn_waits_for_a_running_call():
+    turns, order, inside, go = _Turns(), [], threading.Event(), threading.Event()
+
+    def look_ahead():
+        with turns.alone():
+            order.append("ahead")
+
+    def call():
+        with turns.shared(), turns.shared():
+            inside.set()
+            go.wait()
+            order.append("call")
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    inside.wait()
+    looker = threading.Thread(target=look_ahead)
+    looker.start()
+    go.set()
+    caller.join()
+    looker.join()
+    assert order == ["call", "ahead"]
