@@ -71,12 +71,14 @@ def look(path):
         del sys.modules[name]
     kept, importlib.import_module = importlib.import_module, import_without(path)
     try:
-        from compiled_graphs.compiler import backends, torch_compat
+        from compiled_graphs.compiler import backends
+        from compiled_graphs.compiler.common import torch_compat
     finally:
         importlib.import_module = kept
     import compiled_graphs.compiler as package, compiled_graphs.diffusers
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if "hosts" not in module.name and "oneflow." not in module.name:
+            importlib.import_module(module.name)
     chosen, reason = backends.choose_backend("eager", torch.device("cpu"))
     gone = not torch_compat._is_there(path)
     return {"gone": gone, "reason": reason, "compiles": compiled(chosen) if chosen and path in eager else None}
@@ -84,7 +86,7 @@ def look(path):
 def compiled(backend):
     "Return how many graphs a network has, and why blocks of it ran without one."
     import networks
-    from compiled_graphs.compiler.registry import Registry
+    from compiled_graphs.compiler.registry.registry import Registry
 
     with torch.no_grad():
         network = networks.ConvolutionNetwork()

@@ -222,8 +222,8 @@ def test_a_helper_in_infrastructure_is_not_followed(load):
 
 
 PRINT_FINGERPRINTS = """
-from compiled_graphs.compiler.fingerprint import fingerprint
-from compiled_graphs.compiler.host import Host
+from compiled_graphs.compiler.identity.fingerprint import fingerprint
+from compiled_graphs.compiler.common.host import Host
 from networks import ResidualBlock, TransformerBlock
 block = TransformerBlock()
 block.features = {"rope", "bias", "gate", "shift", None, 3}

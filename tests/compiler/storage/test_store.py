@@ -196,7 +196,7 @@ def test_an_interrupted_write_leaves_the_old_graph(store, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from compiled_graphs.compiler.files import write_whole
+from compiled_graphs.compiler.common.files import write_whole
 contents = b"0" * 2_000_000, b"1" * 2_000_000
 print("writing", flush=True)
 while True:
@@ -637,7 +637,7 @@ def test_clear_removes_only_the_stores_files(store):
 COMPILER = """
 import pickle, sys, time
 from pathlib import Path
-from compiled_graphs.compiler.store import FolderStore
+from compiled_graphs.compiler.storage.store import FolderStore
 store, graph = FolderStore(sys.argv[1]), pickle.loads(Path(sys.argv[2]).read_bytes())
 print("ready", flush=True)
 sys.stdin.readline()
@@ -665,7 +665,7 @@ def test_two_processes_compile_a_graph_once(store, tmp_path):
 
 HOLDER = """
 import sys, time
-from compiled_graphs.compiler.store import FolderStore
+from compiled_graphs.compiler.storage.store import FolderStore
 with FolderStore(sys.argv[1]).exclusive(sys.argv[2]):
     print("held", flush=True)
     time.sleep(600)

@@ -85,11 +85,11 @@ LOADING = """
 import json, sys
 import torch
 from pathlib import Path
-from compiled_graphs.compiler.counters import totals
-from compiled_graphs.compiler.graph_file import read_graphs
-from compiled_graphs.compiler.registry import Registry
-from compiled_graphs.compiler.torch_compat import Need
-from compiled_graphs.compiler.trust import Trust
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.storage.graph_file import read_graphs
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.common.torch_compat import Need
+from compiled_graphs.compiler.storage.trust import Trust
 from compiled_graphs.compiler.backends.inductor import InductorBackend
 from networks import install, sizes, transformer
 from torch._dynamo.utils import counters

@@ -333,7 +333,7 @@ def test_report_base_and_refiner_that_share_a_vae_could_not_both_be_loaded(tiny,
 NEW_PROCESS = """
 import sys
 import pipelines
-from compiled_graphs.compiler.counters import totals
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.diffusers import compile_pipe, load_pipe
 pipe = pipelines.sd15()
 pipe.set_progress_bar_config(disable=True)
