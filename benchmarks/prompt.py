@@ -51,7 +51,7 @@ def main() -> None:
         rows[label] = {name: value for name, value in seconds.items() if not name.startswith("seed")}
         rows[label]["again (median)"] = statistics.median(again)
         print(f"{label}: { ({name: round(value, 3) for name, value in rows[label].items()}) }")
-    print(f"{totals.compiles} compiles, {totals.recordings} recordings, {totals.replays} replays")
+    print(f"{totals.compiles} compiles, {totals.captures} recordings, {totals.replays} replays")
     print(f"again: {rows['eager']['again (median)'] / rows['compiled']['again (median)']:.2f}x")
     if options.json:
         with options.json.open("a") as file:

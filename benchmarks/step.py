@@ -134,7 +134,7 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
     print(f"{sum(p.stat().st_size for p in store.folder.iterdir()) / 1e6:.1f} MB of graphs")
     use_registry(Registry(GraphCache(store)))
     start = time.perf_counter()
-    called, text = host.compile_model(patcher, host.Request(options.backend, record=False))
+    called, text = host.compile_model(patcher, host.Request(options.backend, capture=False))
     print(f"  again, from the store: {time.perf_counter() - start:.1f} s: {text}")
     variants = {"eager": patcher, "called": called, "recorded": compiled}
     if options.grow:
@@ -155,7 +155,7 @@ def measure(name: str, options: argparse.Namespace, keep: Callable[[list[dict]],
             print(f"  batch, latent, tokens {row['size']}:")
             print_timing(label, row)
             keep(rows)
-    print(f"  eager calls: {dict(totals.eager_calls)}, recordings: {totals.recordings}, retired: {totals.retired}")
+    print(f"  eager calls: {dict(totals.eager_calls)}, recordings: {totals.captures}, retired: {totals.retired}")
 
 
 def sized(name: str, size: tuple[int, ...], patcher, options: dict | None = None) -> dict:

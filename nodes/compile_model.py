@@ -34,4 +34,4 @@ class CompileModel(CompileNode):
         """Return the compiled clone, and what to tell the person."""
         from ..compiler.hosts.comfy.compile import compile_model
 
-        return compile_model(model, replace(request, record=cuda_graphs, background=when == inputs.IN_BACKGROUND))
+        return compile_model(model, replace(request, capture=cuda_graphs, background=when == inputs.IN_BACKGROUND))

@@ -149,7 +149,7 @@ class LoadGraph:
             graphs=graphs,
             listed=listed,
             source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
-            record=cuda_graphs,
+            capture=cuda_graphs,
         )
 
         def request(name: str) -> Request:

@@ -234,12 +234,12 @@ def store(tmp_path):
 
 
 def graph(number, size=1000):
-    from compiled_graphs.compiler.identity.call_signature import Structure, graph_key
+    from compiled_graphs.compiler.identity.call_signature import CallSignature, graph_key
     from compiled_graphs.compiler.identity.graph_spec import GraphSpec
     from compiled_graphs.compiler.storage.graph_file import StoredGraph
 
     spec = GraphSpec("Block", "cpu", (), (), (), (), (True,), "[1, {}]")
-    key = graph_key("fingerprint", Structure("[]", None, (), ()), [[number]], {})
+    key = graph_key("fingerprint", CallSignature("[]", None, (), ()), [[number]], {})
     return StoredGraph(key, "fingerprint", "[]", "eager", {}, spec, os.urandom(size))
 
 

@@ -20,7 +20,7 @@ class Backend(Protocol):
     """A compiler for exported regions."""
 
     name: str
-    recording: Callable[[], AbstractContextManager[None]] | None
+    capture_context: Callable[[], AbstractContextManager[None]] | None
     """What is entered while its executables become part of a CUDA graph; None if they cannot."""
     grows: bool
     """Whether an executable's bytes come to hold more while it is used, so that what was written of it gets old."""

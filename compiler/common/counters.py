@@ -34,7 +34,7 @@ class Counters:
     """Graphs that such a comparison rejected."""
     calls: int = 0
     """Region calls, compiled or eager."""
-    recordings: int = 0
+    captures: int = 0
     """Whole calls of a network that were recorded as CUDA graphs."""
     replays: int = 0
     """Calls of a network that were replayed from one; their region calls are not counted."""

@@ -70,14 +70,14 @@ class Host:
     """Whether weights on another device mean that the model runs there now. They do not if the host brings
     weights to the device call by call."""
 
-    arranged_on: frozenset[str] = frozenset({"cuda"})
-    """Device types on which graphs take weights in channels_last, for regions that the host `arranges`."""
+    channels_last_on: frozenset[str] = frozenset({"cuda"})
+    """Device types on which graphs take weights in channels_last, for regions that the host `uses_channels_last`."""
 
     def is_volatile(self, name: str) -> bool:
         """Whether the host sets this attribute of a module while it manages memory."""
         return name in self.volatile_attributes
 
-    def arranges(self, region: nn.Module) -> bool:
+    def uses_channels_last(self, region: nn.Module) -> bool:
         """Whether the weights of a region's convolutions are brought into channels_last while its model runs.
 
         Their layout is then not part of the region's fingerprint.
@@ -96,47 +96,48 @@ class Host:
         """Return the part of an instance attribute that decides what a region computes."""
         return value
 
-    def stand_in(self, name: str, strings: frozenset[str], hooks: str) -> Any:
+    def placeholder_for(self, name: str, string_constants: frozenset[str], patch_points: str) -> Any:
         """Return the placeholder for a context argument while a region is traced.
 
-        `strings` are the string constants of the region's code, that is, the keys that it can look up. `hooks` come
+        `string_constants` are those of the region's code, that is, the keys that it can look up. `patch_points` come
         from the method of that name, or from a file that need not be trusted. May raise any exception.
         """
         raise KeyError(name)
 
-    def hooks(self, context: Mapping[str, Any], strings: frozenset[str]) -> str:
+    def patch_points(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str:
         """Return which patches of this call can be operators inside a graph, in a canonical form; empty if none.
 
-        Calls with different hooks need different graphs. A reason from `reaches` keeps the region eager in any case.
+        Calls with different patch points need different graphs. A reason from `unsupported_patch` keeps the region
+        eager in any case.
         """
         return ""
 
     def patch_call(self, context: Mapping[str, Any]) -> PatchCall:
         """Return the function by which those operators call this call's patches."""
-        raise KeyError("a host that names no hooks has no patches")
+        raise KeyError("a host that names no patch points has no patches")
 
-    def record_patches(self, context: Mapping[str, Any], hooks: str) -> RecordedPatches:
+    def record_patches(self, context: Mapping[str, Any], patch_points: str) -> RecordedPatches:
         """Return patches that run for an eager region, and then return the same results to its graph."""
-        raise KeyError("a host that names no hooks has no patches")
+        raise KeyError("a host that names no patch points has no patches")
 
-    def leave_behind(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    def apply_writes(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Write to a call's context arguments what the region's own code would have written."""
 
-    def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
-        """Return the names of the functions behind the hooks. A graph is checked once with each function."""
+    def patch_names(self, context: Mapping[str, Any], patch_points: str) -> frozenset[str]:
+        """Return the names of the functions behind the patch points. A graph is checked once with each function."""
         return frozenset()
 
-    def adapt(self, twin: nn.Module) -> None:
-        """Change a skeleton before it is traced, if parts of it must not be traced through."""
+    def prepare_for_tracing(self, twin: nn.Module) -> None:
+        """Change a weightless copy before it is traced, if parts of it must not be traced through."""
 
-    def reaches(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
+    def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
 
-    def unrepeatable(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
+    def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
         """Return why a CUDA graph of the network must not replay a call with these context arguments, or None.
 
-        `strings` are the string constants of the network's code.
+        `string_constants` are those of the network's code.
         """
         return "a host that does not say what its calls depend on"
 
@@ -155,7 +156,7 @@ class Host:
         """Whether the host raises this exception to cancel. A host's layers may raise it on any thread."""
         return False
 
-    def give_back_cancellation(self) -> None:
+    def return_cancellation(self) -> None:
         """Return a cancellation that was raised on a thread of ours to the prompt that it is meant for."""
 
     def is_cancelled(self) -> bool:

@@ -94,7 +94,7 @@ class _Size:
             self.seconds.append(start.elapsed_time(end) / 1000)
 
 
-class Pace:
+class LatencyTracker:
     """Times the calls of a network, but for those in which something is compiled, loaded, checked or recorded.
 
     On a GPU the time is the GPU's own, between two events: the host runs ahead of it, and nobody waits here.

@@ -130,7 +130,7 @@ def _as_people_write_it(path: str) -> str:
     return path.replace(":", ".").replace("()", "").rstrip(".")
 
 
-# Arguments and results of a call are taken apart into tensors and put together again. Graph files hold the structure
+# Arguments and results of a call are taken apart into tensors and put together again. Graph files hold the signature
 # of a region's result as `treespec_dumps` writes it.
 pytree = SimpleNamespace(
     tree_flatten=_needed("torch.utils._pytree:tree_flatten"),

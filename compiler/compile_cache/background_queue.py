@@ -62,7 +62,7 @@ class Background:
 
     def _wait_for_prompt(self, every: float = 0.05) -> None:
         """Hand back a cancellation that was meant for a prompt. When the prompt has ended, the job runs again."""
-        self._host.give_back_cancellation()
+        self._host.return_cancellation()
         while self._host.is_cancelled():
             time.sleep(every)
 

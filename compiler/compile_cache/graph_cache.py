@@ -35,7 +35,8 @@ from ..storage.base import Store
 from ..storage.graph_file import StoredGraph
 from ..tracing import attention_op as attention
 from ..tracing import patch_ops as patches
-from ..tracing.export import Variant, export_region
+from ..tracing.export import export_region
+from ..tracing.graph_request import GraphRequest
 from ..tracing.side_effects import untouched
 from ..tracing.weightless_copy import tensor_slots
 from .key import environment
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 MAX_GRAPHS = 256
 """Graphs kept in memory: an SDXL UNet has 14, of 6 MB each. Others come back from the store."""
-MAX_STRUCTURES = 8
+MAX_SIGNATURES = 8
 """Structures of call per kind of region. A number that changes at every step must not compile at every step."""
 
 
@@ -102,7 +103,7 @@ class Requester:
 class Outcome:
     """What became of one request."""
 
-    request: Variant
+    request: GraphRequest
     seconds: float
     entry: CacheEntry | None = None
     source: str = "eager"
@@ -117,7 +118,7 @@ class _Task:
 
     key: str
     environment: Mapping[str, str]
-    request: Variant
+    request: GraphRequest
     by: Requester
 
 
@@ -147,32 +148,33 @@ class GraphCache:
         self._jobs = jobs or CompileJobs()
         self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
         self._lock = threading.RLock()
-        self._memos: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[Variant]]] = weakref.WeakKeyDictionary()
+        self._memos: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[GraphRequest]]]
+        self._memos = weakref.WeakKeyDictionary()
 
-    def remembered(self, model: nn.Module, state: Hashable) -> list[Variant] | None:
+    def remembered(self, model: nn.Module, state: Hashable) -> list[GraphRequest] | None:
         """Return what a model in this state was found to want, without modules; None if nobody has found out.
 
         The nodes before a compiling one run again and again (another LoRA, say), with the same model.
         """
         return self._memos.get(model, {}).get(state)
 
-    def remember(self, model: nn.Module, state: Hashable, requests: Iterable[Variant]) -> None:
+    def remember(self, model: nn.Module, state: Hashable, requests: Iterable[GraphRequest]) -> None:
         """Remember what a model in this state wants, as long as it lives."""
         self._memos.setdefault(model, {})[state] = [request.without_module() for request in requests]
 
-    def memo(self, name: str, device: torch.device) -> list[Variant] | None:
+    def memo(self, name: str, device: torch.device) -> list[GraphRequest] | None:
         """Return what the store has under a memo's name, without modules; None if it has nothing of use."""
         data = self.store.note(name) if self.store and name else None
         if data is None:
             return None
         try:
-            return _within_bounds([Variant.noted(note, device) for note in bounded_json.parse(data)]) or None
+            return _within_bounds([GraphRequest.noted(note, device) for note in bounded_json.parse(data)]) or None
         except (KeyError, TypeError, ValueError) as error:
             text = "What a model wants is found out again: the store's note of it makes no sense (%s)."
             log.warning(text, printable(one_line(error)))
             return None
 
-    def save_memo(self, name: str, requests: list[Variant]) -> None:
+    def save_memo(self, name: str, requests: list[GraphRequest]) -> None:
         """Keep a memo in the store, for the next process; nothing without a name."""
         if self.store is None or not name:
             return
@@ -185,7 +187,7 @@ class GraphCache:
         return self._jobs.run(name, job)
 
     def get_or_compile_all(
-        self, requests: Sequence[Variant], by: Requester, is_beside: bool, check: Callable[[], None] = lambda: None
+        self, requests: Sequence[GraphRequest], by: Requester, is_beside: bool, check: Callable[[], None] = lambda: None
     ) -> Iterator[Outcome]:
         """Yield what becomes of each request, in worker processes side by side where that is sooner.
 
@@ -209,13 +211,13 @@ class GraphCache:
         by.counters.add("seconds", max(0.0, uncounted))
 
     def _one_by_one(
-        self, requests: Iterable[Variant], by: Requester, place: CompileIn, check: Callable[[], None]
+        self, requests: Iterable[GraphRequest], by: Requester, place: CompileIn, check: Callable[[], None]
     ) -> Iterator[Outcome]:
         for request in requests:
             check()
             yield self.get_or_refuse(request, by, place)
 
-    def get_or_refuse(self, request: Variant, by: Requester, place: CompileIn = CompileIn.PROCESS) -> Outcome:
+    def get_or_refuse(self, request: GraphRequest, by: Requester, place: CompileIn = CompileIn.PROCESS) -> Outcome:
         """Return what becomes of a request, also if tracing or the compiler raises."""
         start = time.perf_counter()
         try:
@@ -224,13 +226,13 @@ class GraphCache:
         except Exception as error:  # tracing and compilers raise anything; the region then stays eager
             return Outcome(request, time.perf_counter() - start, error=error)
 
-    def _missing(self, requests: Iterable[Variant], by: Requester) -> int:
+    def _missing(self, requests: Iterable[GraphRequest], by: Requester) -> int:
         """Return how many of these graphs would have to be compiled."""
         keys = {self._key(request, environment(by.backend, request.device, by.host)) for request in requests}
         return len({key for key in keys if self._find(key) is None} - self.stored_keys())
 
     def get_or_compile(
-        self, request: Variant, by: Requester, place: CompileIn = CompileIn.PROCESS
+        self, request: GraphRequest, by: Requester, place: CompileIn = CompileIn.PROCESS
     ) -> tuple[CacheEntry, str]:
         """Return the graph for a request and where it came from: "memory", "disk" or "compiled".
 
@@ -302,8 +304,8 @@ class GraphCache:
             return [entry.size for entry in self._entries.values()]
 
     @staticmethod
-    def _key(request: Variant, fields: Mapping[str, str]) -> str:
-        return graph_key(request.fingerprint, request.structure, request.sizes, fields)
+    def _key(request: GraphRequest, fields: Mapping[str, str]) -> str:
+        return graph_key(request.fingerprint, request.signature, request.sizes, fields)
 
     def _load_or_compile(self, task: _Task) -> tuple[CacheEntry, str]:
         """Serve a key in this process, on the thread of a job."""
@@ -358,7 +360,7 @@ class GraphCache:
         task.by.counters.add("compiles")
         request, name = task.request, task.by.backend.name
         graph = CompiledGraph(
-            task.key, request.fingerprint, request.structure.text, name, task.environment, spec, executable
+            task.key, request.fingerprint, request.signature.text, name, task.environment, spec, executable
         )
         size = self._put(graph)
         return self._keep(graph, "compiled", seconds, size), "compiled"
@@ -401,10 +403,10 @@ class GraphCache:
         return entry
 
 
-def _within_bounds(requests: list[Variant]) -> list[Variant]:
+def _within_bounds(requests: list[GraphRequest]) -> list[GraphRequest]:
     """Return these requests. Raises ValueError if no model makes so many."""
     if len(requests) > MAX_GRAPHS:
         raise ValueError(f"more than {MAX_GRAPHS} graphs")
-    if any(count > MAX_STRUCTURES for count in Counter(request.fingerprint for request in requests).values()):
-        raise ValueError(f"more than {MAX_STRUCTURES} graphs of one block")
+    if any(count > MAX_SIGNATURES for count in Counter(request.fingerprint for request in requests).values()):
+        raise ValueError(f"more than {MAX_SIGNATURES} graphs of one block")
     return requests

@@ -30,7 +30,8 @@ from ..identity.fingerprint import fingerprint
 from ..identity.graph_spec import GraphSpec
 from ..tracing import attention_op as attention
 from ..tracing import patch_ops as patches
-from ..tracing.export import ExportedRegion, Variant, export_region
+from ..tracing.export import ExportedRegion, export_region
+from ..tracing.graph_request import GraphRequest
 
 _LENGTH = struct.Struct("<Q")
 
@@ -49,22 +50,22 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Order:
-    """A request for one graph. `Order.of` makes it, because a module that is sent must have no weights."""
+class CompileRequest:
+    """A request for one graph. `CompileRequest.of` makes it, because a module that is sent must have no weights."""
 
-    variant: Variant
-    structure: str
+    request: GraphRequest
+    signature: str
     backend: str
 
     @classmethod
-    def of(cls, variant: Variant, skeleton: nn.Module, backend: str) -> Order:
-        """Return an order with `skeleton` in place of the variant's module. The structure is sent as text."""
-        bare = replace(variant, module=skeleton, structure=None)
-        return cls(bare, variant.structure.text, backend)
+    def of(cls, request: GraphRequest, weightless_copy: nn.Module, backend: str) -> CompileRequest:
+        """Return an order with `weightless_copy` in place of the request's module. The signature is sent as text."""
+        bare = replace(request, module=weightless_copy, signature=None)
+        return cls(bare, request.signature.text, backend)
 
 
 @dataclass(frozen=True)
-class Made:
+class CompileResult:
     """The answer to one order: a graph or an error."""
 
     spec: GraphSpec | None = None
@@ -86,15 +87,15 @@ def main() -> None:
             module, _, function = setup.begin.partition(":")
             host = getattr(importlib.import_module(f"..{module}", __package__), function)(pickle.loads(setup.arguments))
         _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
-        send(target, Made())
+        send(target, CompileResult())
     except BaseException as error:  # the other side sees nothing but the answer
-        send(target, Made(error=one_line(error)))
+        send(target, CompileResult(error=one_line(error)))
         return
     while (order := _next(source, target)) is not None:
         try:
             made = _make(order, host)
         except BaseException as error:
-            made = Made(error=one_line(error))
+            made = CompileResult(error=one_line(error))
         send(target, made)
 
 
@@ -117,7 +118,7 @@ def send(target: BinaryIO, message: Any) -> None:
     target.flush()
 
 
-def _next(source: BinaryIO, target: BinaryIO) -> Order | None:
+def _next(source: BinaryIO, target: BinaryIO) -> CompileRequest | None:
     """Return the next order, or None at the end. Answers orders whose module cannot be imported here."""
     while True:
         try:
@@ -125,16 +126,16 @@ def _next(source: BinaryIO, target: BinaryIO) -> Order | None:
         except EOFError:
             return None
         except Exception as error:
-            send(target, Made(error=f"code that another process cannot import ({one_line(error)})"))
+            send(target, CompileResult(error=f"code that another process cannot import ({one_line(error)})"))
 
 
-def _make(order: Order, host: Host) -> Made:
+def _make(order: CompileRequest, host: Host) -> CompileResult:
     backend = BACKENDS[order.backend]
-    variant = replace(order.variant, structure=parse(order.structure)[0])
-    if fingerprint(variant.module, host) != variant.fingerprint:
-        return Made(error="code that differs in a worker process")
-    exported = export_region(variant, host)
-    return Made(exported.spec, backend.compile(exported).to_bytes())
+    request = replace(order.request, signature=parse(order.signature)[0])
+    if fingerprint(request.module, host) != request.fingerprint:
+        return CompileResult(error="code that differs in a worker process")
+    exported = export_region(request, host)
+    return CompileResult(exported.spec, backend.compile(exported).to_bytes())
 
 
 def _warm_up(backend: Backend, device: torch.device) -> None:

@@ -23,9 +23,9 @@ from ..common import boot
 from ..common.host import Host
 from ..common.jobs import CompileTimeout, compile_limit
 from ..identity.graph_spec import GraphSpec
-from ..tracing.export import Variant
-from ..tracing.weightless_copy import skeleton
-from .worker_main import Made, Order, Setup, receive, send
+from ..tracing.graph_request import GraphRequest
+from ..tracing.weightless_copy import weightless_copy
+from .worker_main import CompileRequest, CompileResult, Setup, receive, send
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Process:
         self._is_ready = False
         send(self._process.stdin, setup)
 
-    def ask(self, order: Order, limit: float) -> Made:
+    def ask(self, order: CompileRequest, limit: float) -> CompileResult:
         """Return the answer to an order. Raises WorkerError if the process ends by itself.
 
         After `limit` seconds this kills the process and raises CompileTimeout.
@@ -129,17 +129,17 @@ class Workers:
                 self._idle.append(self._start_process(backend, device))
             self._end_when_idle()
 
-    def compile(self, variant: Variant, backend: str) -> tuple[GraphSpec, bytes]:
+    def compile(self, request: GraphRequest, backend: str) -> tuple[GraphSpec, bytes]:
         """Have a region compiled. Return the graph's contract and the bytes that the backend loads.
 
         Raises WorkerError if no worker can compile it, and CompileTimeout.
         """
-        order = Order.of(variant, skeleton(variant.module, self._host, _without_data), backend)
+        order = CompileRequest.of(request, weightless_copy(request.module, self._host, _without_data), backend)
         try:
             pickle.dumps(order)
         except Exception as error:  # a block can hold any object
             raise WorkerError(f"a block that cannot be sent to another process ({type(error).__name__})") from None
-        process = self._take(backend, variant.device)
+        process = self._take(backend, request.device)
         try:
             made = process.ask(order, compile_limit())
         except BaseException:

@@ -1,6 +1,6 @@
-"""The call signature (here `Structure`), and the cache key of a graph.
+"""The call signature, and the cache key of a graph.
 
-A call's structure holds everything that can require another graph: which inputs are present, their ranks, dtypes
+A call's signature holds everything that can require another graph: which inputs are present, their ranks, dtypes
 and devices, and every argument that is not a tensor. Sizes are not part of it: they are dynamic dimensions of a graph.
 """
 
@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Structure:
+class CallSignature:
     """Everything about a call, except sizes, that decides which graph serves it: the call signature."""
 
     text: str
@@ -62,12 +62,12 @@ class Structure:
     """The flattened arguments: `TENSOR` in place of each tensor, else the value itself."""
     context: tuple[str, ...]
     """Names of the context arguments that were passed."""
-    hooks: str = ""
+    patch_points: str = ""
     """Which of the host's patches act inside the region, as operators of its graph."""
 
-    def has_tensors_of(self, other: Structure) -> bool:
+    def has_tensors_of(self, other: CallSignature) -> bool:
         """Whether another call has its tensors in the same places, with the same ranks, dtypes and devices."""
-        one, another = (_tensor_places(json.loads(structure.text)[0]) for structure in (self, other))
+        one, another = (_tensor_places(json.loads(signature.text)[0]) for signature in (self, other))
         return one == another
 
     def fill(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Structure:
         supply = iter(tensors)
         return [next(supply) if leaf is TENSOR else leaf for leaf in self.leaves]
 
-    def is_intact(self, arguments: Mapping[str, Any], tensors: list[torch.Tensor]) -> bool:
+    def has_unchanged_arguments(self, arguments: Mapping[str, Any], tensors: list[torch.Tensor]) -> bool:
         """Whether a call has left its arguments unchanged. `tensors` are those that it was given.
 
         Blocks of video VAEs write frames to lists that they are given.
@@ -104,7 +104,7 @@ def forward_signature(cls: type) -> inspect.Signature:
 
 
 def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: frozenset[str]) -> Call:
-    """Bind a call to the parameter names of `forward`, so that positional and keyword calls have one structure.
+    """Bind a call to the parameter names of `forward`, so that positional and keyword calls have one signature.
 
     Raises Unsupported if the arguments do not fit the signature.
     """
@@ -159,10 +159,10 @@ def _rest_name(cls: type) -> str | None:
     return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
 
 
-def read(call: Call, fake: bool = False, hooks: str = "") -> tuple[Structure, list[torch.Tensor]]:
-    """Return a call's structure and its tensors in order.
+def read(call: Call, fake: bool = False, patch_points: str = "") -> tuple[CallSignature, list[torch.Tensor]]:
+    """Return a call's signature and its tensors in order.
 
-    `fake` allows the fake tensors of a probe, and `hooks` come from `Host.hooks`. Raises Unsupported for an argument
+    `fake` allows fake tensors, and `patch_points` come from `Host.patch_points`. Raises Unsupported for an argument
     that no graph can take.
     """
     leaves, spec = pytree.tree_flatten(dict(call.arguments))
@@ -173,23 +173,23 @@ def read(call: Call, fake: bool = False, hooks: str = "") -> tuple[Structure, li
         if tensor.layout is not torch.strided:
             raise Unsupported(f"a tensor of layout {tensor.layout}")
     context = tuple(sorted(call.context))
-    record = [_outline(dict(call.arguments)), context, *([hooks] if hooks else [])]
+    record = [_outline(dict(call.arguments)), context, *([patch_points] if patch_points else [])]
     kept = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return Structure(json.dumps(record, separators=(",", ":")), spec, kept, context, hooks), tensors
+    return CallSignature(json.dumps(record, separators=(",", ":")), spec, kept, context, patch_points), tensors
 
 
-def parse(text: str) -> tuple[Structure, list[tuple[int, torch.dtype]]]:
-    """Return the structure that a text describes, and the rank and dtype of each tensor. Executes nothing.
+def parse(text: str) -> tuple[CallSignature, list[tuple[int, torch.dtype]]]:
+    """Return the signature that a text describes, and the rank and dtype of each tensor. Executes nothing.
 
     Raises ValueError if `read` cannot have made the text, or if it holds a container that JSON cannot rebuild.
     """
     try:
-        outline, context, *hooks = json.loads(text)
+        outline, context, *patch_points = json.loads(text)
         tensors: list[tuple[int, torch.dtype]] = []
         leaves, spec = pytree.tree_flatten(_fill_in(outline, tensors))
-        return Structure(text, spec, tuple(leaves), tuple(map(str, context)), "".join(hooks)), tensors
+        return CallSignature(text, spec, tuple(leaves), tuple(map(str, context)), "".join(patch_points)), tensors
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"not the structure of a call ({type(error).__name__})") from None
+        raise ValueError(f"not the signature of a call ({type(error).__name__})") from None
 
 
 def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
@@ -241,16 +241,16 @@ def _torch_constant(text: str, kind: type) -> Any:
 
 def graph_key(
     fingerprint: str,
-    structure: Structure,
+    signature: CallSignature,
     sizes: list[list[int | str]],
     environment: Mapping[str, str],
 ) -> str:
     """Return the cache key of a graph: a hex digest that is the same on every machine and every day.
 
-    `sizes` holds each input tensor's sizes, as `Variant.sizes` returns them.
+    `sizes` holds each input tensor's sizes, as `GraphRequest.sizes` returns them.
     `environment` names the backend and everything outside the region that the compiled graph depends on.
     """
-    record = [fingerprint, structure.text, sizes, dict(environment)]
+    record = [fingerprint, signature.text, sizes, dict(environment)]
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 

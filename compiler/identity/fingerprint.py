@@ -57,7 +57,7 @@ class Description:
 
     fingerprint: str
     """A hex digest that processes, hash seeds, devices, loading and offloading do not change."""
-    strings: frozenset[str]
+    string_constants: frozenset[str]
     """Every string constant in its code."""
     obscure: str = ""
     """Why the fingerprint is incomplete; empty if it is not. A region with a reason here must not use a graph."""
@@ -68,7 +68,7 @@ class Code:
     """The code that a region can run, with the values that this code reads besides attributes."""
 
     digest: str
-    strings: frozenset[str]
+    string_constants: frozenset[str]
     obscure: str = ""
 
 
@@ -77,9 +77,9 @@ def fingerprint(module: nn.Module, host: Host) -> str:
     return Describer(host).describe(module).fingerprint
 
 
-def strings_of(module: nn.Module, host: Host) -> frozenset[str]:
+def string_constants_of(module: nn.Module, host: Host) -> frozenset[str]:
     """Return every string constant in the code that a module can run."""
-    return Describer(host).describe(module).strings
+    return Describer(host).describe(module).string_constants
 
 
 def tensor_attributes(module: nn.Module, host: Host) -> list[str]:
@@ -132,7 +132,7 @@ class Describer:
         values = _Values(self, {id(child): path for path, child in module.named_modules()})
         record: list[Any] = []
         roots: set[Any] = set()
-        is_arranged = self._host.arranges(module)
+        is_arranged = self._host.uses_channels_last(module)
         for path, child in module.named_modules(remove_duplicate=False):
             if values.paths[id(child)] != path:  # the module also stands at an earlier path
                 record.append([path, values.paths[id(child)]])
@@ -152,7 +152,8 @@ class Describer:
             record.append([path, qualified_name(type(child)), settings, tensors])
         code = self.code(frozenset(roots | values.code))
         text = json.dumps([code.digest, record], sort_keys=True)
-        return Description(hashlib.sha256(text.encode()).hexdigest(), code.strings, values.obscure or code.obscure)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return Description(digest, code.string_constants, values.obscure or code.obscure)
 
     def code(self, roots: frozenset) -> Code:
         """Describe functions and classes, and all code that they lead to."""
@@ -462,7 +463,7 @@ class _CodeWalk:
     def _read(self, item: Any) -> Iterator[Any]:
         source = read_source(item)
         self._records.add(source.text)
-        self._strings.update(source.strings)
+        self._strings.update(source.string_constants)
         self._attributes.update(source.attributes)
         # Names are resolved again each time: an extension may have replaced a helper since the last description.
         for chain in source.names:

@@ -147,8 +147,8 @@ class GraphIdentity:
     key: str
     fingerprint: str
     """Fingerprint of the kind of region."""
-    structure: str
-    """The calls' structure, as text."""
+    signature: str
+    """The call signature, as text."""
     backend: str
     environment: Mapping[str, str]
     """Versions and device that the executable was built for, as `Backend.environment` returned them."""

@@ -38,7 +38,7 @@ class Source:
     """Dotted names whose content the code changes. A global among them is memory, not a setting."""
     attributes: frozenset[str] = field(default=frozenset())
     """Names of attributes that the code reads, on any object."""
-    strings: frozenset[str] = field(default=frozenset())
+    string_constants: frozenset[str] = field(default=frozenset())
     """String constants of the code. The code cannot look up another key by a constant."""
 
     @cached_property
@@ -137,9 +137,10 @@ def _words(module: str) -> frozenset[str] | None:
 def _compiled_source(title: str, codes: tuple[types.CodeType, ...]) -> Source:
     constants = [value for code in codes for value in _constants(code)]
     names = sorted({(name,) for code in codes for name in _global_names(code)})
-    strings = frozenset(value for value in constants if isinstance(value, str))
+    string_constants = frozenset(value for value in constants if isinstance(value, str))
     attributes = frozenset(name for (name,) in names)
-    return Source("\n".join([title, *map(_bytecode, codes)]), tuple(names), attributes=attributes, strings=strings)
+    text = "\n".join([title, *map(_bytecode, codes)])
+    return Source(text, tuple(names), attributes=attributes, string_constants=string_constants)
 
 
 def _bytecode(code: types.CodeType) -> str:

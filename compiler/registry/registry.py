@@ -163,7 +163,7 @@ def _counts(counters: Counters) -> dict[str, Any]:
         "from_file": counters.from_file,
         "reasons": dict(counters.eager_calls),
         "calls": counters.calls,
-        "recordings": counters.recordings,
+        "recordings": counters.captures,
         "replays": counters.replays,
         "compiles": counters.compiles,
         "verifications": counters.verifications,

@@ -21,7 +21,7 @@ _UNSHARED_USES = 2
 """Use count of an unshared storage: the tensor, and the handle that is asked for the count."""
 
 
-class Arrangement:
+class ChannelsLastWeights:
     """Brings the weights of one network into channels_last, and restores them."""
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:

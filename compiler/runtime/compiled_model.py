@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from ..common.counters import Counters, totals
-from ..common.timing import Pace
+from ..common.timing import LatencyTracker
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, GraphCache
-from ..identity.call_signature import Structure
+from ..identity.call_signature import CallSignature
 from ..identity.graph_spec import CompiledGraph, GraphIdentity
 from ..identity.regions import Region
 from ..storage.graph_file import StoredGraph
@@ -69,7 +69,7 @@ class CompiledModel:
         options: Options = Options(),
     ) -> None:
         self.counters = Counters(parent=totals)
-        self.pace = Pace()
+        self.pace = LatencyTracker()
         """What calls of the network take; told by whoever makes them."""
         self.host = target.host
         self.verifies = options.verify
@@ -141,12 +141,12 @@ class CompiledModel:
         """Take note of a call of the network that has ended."""
         self._canary.note(call)
 
-    def provide(self, kind: RegionKind, structure: Structure, call: RunningCall | None) -> str | None:
+    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> str | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
         repeated = None if call is None else call.repeated()
         if repeated is None:
             return "a kind of call that was not foreseen"
-        return self._supply.provide(kind, structure, repeated)
+        return self._supply.on_cache_miss(kind, signature, repeated)
 
     def describe(self, path: str) -> RegionKind:
         """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
@@ -158,7 +158,7 @@ class CompiledModel:
         """Whether the regions are what was described when the running call began."""
         return self._kinds.are_unchanged()
 
-    def give_up(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
+    def retire(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
         """Stop using a graph that failed its check; `was_right` if it passed one before.
 
         One that was loaded and never right here is compiled again. One that was right before meets something that no

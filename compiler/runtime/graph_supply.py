@@ -22,11 +22,11 @@ from ..common.random_state import same_random_numbers
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
-from ..identity.call_signature import Structure, Unsupported
+from ..identity.call_signature import CallSignature, Unsupported
 from ..identity.graph_spec import GraphIdentity
 from ..storage.graph_file import StoredGraph
-from ..tracing.export import Variant
-from ..tracing.shape_discovery import ModelCall, wanted_variants
+from ..tracing.graph_request import GraphRequest
+from ..tracing.shape_discovery import ModelCall, discover_requests
 from ..tracing.side_effects import turns, untouched
 from .region_kind import RegionKind
 from .region_kinds import RegionKinds
@@ -92,7 +92,7 @@ class GraphSupply:
         """
         requests = [request for identity in listed if (request := self._request_like(identity))]
         for done, request in enumerate(requests):
-            if self._is_missing(request) and self._kinds.of(request.fingerprint).has_room(request.structure.text):
+            if self._is_missing(request) and self._kinds.of(request.fingerprint).has_room(request.signature.text):
                 self._check_cancelled()
                 on_progress(self._settle(self._get(request), done + 1, len(requests)))
 
@@ -113,15 +113,15 @@ class GraphSupply:
         for done, outcome in enumerate(outcomes):
             on_progress(self._settle(outcome, done + 1, len(missing)))
 
-    def provide(self, kind: RegionKind, structure: Structure, call: ModelCall) -> str | None:
+    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> str | None:
         """Provide a graph that a running call misses, or return why there is none.
 
         With a background, raises Unsupported: the graph comes later.
         """
         if self._background is None:
             self._kinds.describe_again()  # what has made one region another may have changed others, not called since
-            return self._provide_now(kind, structure, call)
-        self._background.submit((kind.fingerprint, structure.text), partial(self._provide_later, kind, structure, call))
+            return self._provide_now(kind, signature, call)
+        self._background.submit((kind.fingerprint, signature.text), partial(self._provide_later, kind, signature, call))
         raise Unsupported("compiling in the background")
 
     def evict(self, kind: RegionKind, entry: CacheEntry) -> None:
@@ -129,33 +129,33 @@ class GraphSupply:
         self._cache.evict(entry)
         kind.drop({entry.graph.key})
 
-    def _provide_later(self, kind: RegionKind, structure: Structure, call: ModelCall) -> None:
-        if self._kinds.model() is None or kind.is_settled(structure.text):
+    def _provide_later(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> None:
+        if self._kinds.model() is None or kind.is_settled(signature.text):
             return
-        if reason := self._provide_now(kind, structure, call):
-            kind.refuse(structure.text, reason)
+        if reason := self._provide_now(kind, signature, call):
+            kind.refuse(signature.text, reason)
             self._on_change()
 
-    def _provide_now(self, kind: RegionKind, structure: Structure, call: ModelCall) -> str | None:
+    def _provide_now(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> str | None:
         try:
             requests = self._look_ahead(call)
         except Exception as error:
             return f"its sizes cannot be told apart from data ({one_line(error)})"
         of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
-        if structure.text not in {request.structure.text for request in of_kind}:
+        if signature.text not in {request.signature.text for request in of_kind}:
             # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
-            alike = (request.with_structure(structure) for request in of_kind)
+            alike = (request.with_signature(signature) for request in of_kind)
             requests += [request for request in alike if request][:1]
         for request in requests:
-            if not self._kinds.of(request.fingerprint).is_settled(request.structure.text) and self._is_missing(request):
+            if not self._kinds.of(request.fingerprint).is_settled(request.signature.text) and self._is_missing(request):
                 self._check_cancelled()
                 self._settle(self._get(request), 1, 1)
         self._on_change()
-        if kind.is_settled(structure.text):
+        if kind.is_settled(signature.text):
             return None
         return "an argument that changes with the size, or sizes that cannot be told apart"
 
-    def _wanted_ahead(self, call: ModelCall, name: str) -> list[Variant]:
+    def _wanted_ahead(self, call: ModelCall, name: str) -> list[GraphRequest]:
         """Return what a call wants, from memory or the store if it has a name that is known there."""
         if not name:
             return self._look_ahead(call)
@@ -182,17 +182,17 @@ class GraphSupply:
         record = [name, str(target.device), network, sorted(self._kinds.paths().items()), request_version(target.host)]
         return hashlib.sha256(json.dumps([*record, torch.__version__]).encode()).hexdigest()
 
-    def _look_ahead(self, call: ModelCall) -> list[Variant]:
+    def _look_ahead(self, call: ModelCall) -> list[GraphRequest]:
         """Return what a call wants. The person's random numbers stay where they are, if the person waits."""
         # Beside a sampling its generator may be drawn from meanwhile, and must not be set back.
         beside = turns.alone() if self._is_beside else same_random_numbers(self._kinds.target.device)
         with beside:
             return self._cache.run("probe", lambda: self._wanted(call))
 
-    def _wanted(self, call: ModelCall) -> list[Variant]:
+    def _wanted(self, call: ModelCall) -> list[GraphRequest]:
         model, target = self._kinds.model(), self._kinds.target
         with untouched(model, target.host, getattr(call, "classes", ())):
-            return wanted_variants(model, self._kinds.regions(), target.device, target.host, call)
+            return discover_requests(model, self._kinds.regions(), target.device, target.host, call)
 
     def _use_stored(self, graph: StoredGraph, refused: Counter[str]) -> bool:
         """Use a graph from a file if a region is what it was made for, or note why that region cannot."""
@@ -203,27 +203,27 @@ class GraphSupply:
             refused[f"made for {different}"] += 1
             return False
         try:
-            kind.add(graph.structure, self._cache.add_loaded(graph, self._requester))
+            kind.add(graph.signature, self._cache.add_loaded(graph, self._requester))
             self._loaded.add(graph.fingerprint)
         except Exception as error:
             refused[f"not loaded ({one_line(error)})"] += 1
         return True
 
-    def _request_like(self, identity: GraphIdentity) -> Variant | None:
+    def _request_like(self, identity: GraphIdentity) -> GraphRequest | None:
         region = self._kinds.region_of(identity.fingerprint)
         if region is None:
             return None
         try:
-            return Variant.like(identity, region, self._kinds.target.device)
+            return GraphRequest.like(identity, region, self._kinds.target.device)
         except ValueError as error:
             log.warning("A graph of %s that a file lists makes no sense here: %s.", region.path, error)
             return None
 
-    def _is_missing(self, request: Variant) -> bool:
+    def _is_missing(self, request: GraphRequest) -> bool:
         kind = self._kinds.of(request.fingerprint)
-        return not kind.closed and request.structure.text not in kind.graphs
+        return not kind.closed and request.signature.text not in kind.graphs
 
-    def _get(self, request: Variant) -> Outcome:
+    def _get(self, request: GraphRequest) -> Outcome:
         place = CompileIn.WORKER_REQUIRED if self._is_beside else CompileIn.PROCESS
         return self._cache.get_or_refuse(request, self._requester, place)
 
@@ -232,10 +232,10 @@ class GraphSupply:
         request, reason = outcome.request, ""
         kind = self._kinds.of(request.fingerprint)
         if outcome.entry is not None:
-            kind.add(request.structure.text, outcome.entry)
+            kind.add(request.signature.text, outcome.entry)
         else:
             reason = one_line(outcome.error)
-            kind.refuse(request.structure.text, reason)
+            kind.refuse(request.signature.text, reason)
             log.warning("%s stays eager: %s", request.region, reason)
             log.debug("%s", request.region, exc_info=outcome.error)
         if outcome.source == "compiled":

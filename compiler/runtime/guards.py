@@ -121,7 +121,7 @@ class WeightGuard:
             raise Changed
         return weights
 
-    def admit(self, weights: list[torch.Tensor | None], spec: GraphSpec) -> list[torch.Tensor]:
+    def in_layout_of(self, weights: list[torch.Tensor | None], spec: GraphSpec) -> list[torch.Tensor]:
         """Return weights, which `check` returned, in the layout of `spec`.
 
         Raises Unsupported with the reason if they do not match `spec`.
@@ -131,7 +131,7 @@ class WeightGuard:
         self._spec = None
         if self._names != spec.weight_names:
             raise _other_weights(next(iter(self._names), "none"))
-        arranged = [self._admit(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
+        arranged = [self._in_layout(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
             self._spec, self._known = spec, _Tensors(weights)
         return arranged
@@ -141,7 +141,7 @@ class WeightGuard:
         return list(starmap(dict.get, self._slots))
 
     @staticmethod
-    def _admit(weight: Any, name: str, layout: tuple) -> torch.Tensor:
+    def _in_layout(weight: Any, name: str, layout: tuple) -> torch.Tensor:
         shape, stride, dtype, device = layout
         if type(weight) not in TENSOR_TYPES:
             raise Unsupported(f"weights of type {type(weight).__name__}")

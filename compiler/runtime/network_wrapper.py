@@ -33,7 +33,7 @@ Repeat = Callable[[nn.Module, str, tuple, Mapping[str, Any]], ModelCall | None]
 OVERFLOWED = "a compiled image with values that are not finite, made again eagerly"
 
 
-class Entrance:
+class NetworkWrapper:
     """Takes the place of a network's method. Each call of it is the running call of its thread."""
 
     package = "compiled_graphs"
@@ -147,7 +147,7 @@ class Entrance:
         return getattr(self._cls, self.method)(self._network(), *args, **kwargs)
 
 
-class CodingEntrance(Entrance):
+class VAEWrapper(NetworkWrapper):
     """The entrance of a VAE. A graph may overflow where eager code does not, and must not make a black image."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """What takes the place of a region's `forward`: each call goes to a graph, or runs eagerly for a counted reason.
 
 A call looks at what can change between calls without anybody telling us: the arguments, the host's patches, and
-where the weights are. What that leads to is remembered per structure (`region_kind`).
+where the weights are. What that leads to is remembered per signature (`region_kind`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..common.random_state import same_random_numbers
 from ..common.timing import compare
 from ..common.torch_compat import pytree
 from ..compile_cache.graph_cache import CacheEntry
-from ..identity.call_signature import Structure, Unsupported
+from ..identity.call_signature import CallSignature, Unsupported
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
 from .region_kind import Miss, Plan, Refusal, RegionKind
@@ -43,7 +43,7 @@ class Owner(Protocol):
     verifies: bool
     """Whether a graph is compared with eager before it serves."""
 
-    def provide(self, kind: RegionKind, structure: Structure, call: RunningCall | None) -> str | None:
+    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> str | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
         ...
 
@@ -55,7 +55,7 @@ class Owner(Protocol):
         """Whether the model's regions are still what was described when the running call began."""
         ...
 
-    def give_up(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
+    def retire(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
         """Stop using a graph that failed its check; `was_right` if it passed one before."""
         ...
 
@@ -123,17 +123,17 @@ class RegionForward:
         if running := running_call(self._owner):
             running.regions += 1
         try:
-            weights = self._follow(module)
+            weights = self._refresh_if_changed(module)
             context = self._check_call(args, kwargs)
-            hooks = self._host.hooks(context, self._kind.strings)
-            plan, tensors = self._plan(args, kwargs, hooks, running)
-            if plan.reads and (reason := self._host.reaches(context, plan.reads)):
+            patch_points = self._host.patch_points(context, self._kind.string_constants)
+            plan, tensors = self._plan(args, kwargs, patch_points, running)
+            if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
                 raise Unsupported(reason)
-            patches = self._host.patch_names(context, hooks) if hooks else frozenset()
+            patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
             if patches and patches in plan.entry.rejected:
                 raise Unsupported(plan.entry.rejected[patches])
             spec = plan.entry.graph.spec
-            weights = self._weights.admit(weights, spec)
+            weights = self._weights.in_layout_of(weights, spec)
             if spec.mutated:
                 _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
         except Unsupported as reason:
@@ -141,22 +141,23 @@ class RegionForward:
             return eager(*args, **kwargs)
         if running:
             running.entries.add(plan.entry)
-        make_call = partial(_Call, plan, weights, tensors, context, hooks, patches, partial(self._eager, args, kwargs))
-        checked = plan.at_one | patches if patches else plan.at_one
+        run_eagerly = partial(self._eager, args, kwargs)
+        make_call = partial(_Call, plan, weights, tensors, context, patch_points, patches, run_eagerly)
+        checked = plan.symbols_at_one | patches if patches else plan.symbols_at_one
         if self._verify and (self.check_next or checked not in plan.entry.verified):
-            if not _is_recording(self._kind.device):
+            if not _is_capturing(self._kind.device):
                 return self._run_checked(make_call())
         if plan.writes:
-            self._host.leave_behind(context, plan.writes)
+            self._host.apply_writes(context, plan.writes)
         try:
-            with calling(self._host.patch_call(context)) if hooks else nullcontext():
+            with calling(self._host.patch_call(context)) if patch_points else nullcontext():
                 return self._run(plan, weights, tensors)
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
             return self._after_patch(failed, make_call())
         except Exception as error:
-            if spec.mutated or _is_recording(self._kind.device):
+            if spec.mutated or _is_capturing(self._kind.device):
                 raise  # the inputs may be half written, or it is the recording that is at fault
             self._retire(plan, f"{type(error).__name__}: {error}")
             return eager(*args, **kwargs)
@@ -189,8 +190,8 @@ class RegionForward:
         if isinstance(found, Miss):
             if call:
                 call.had_setup = True
-            if reason := self._owner.provide(self._kind, found.structure, call):
-                self._kind.refuse(found.structure.text, reason)
+            if reason := self._owner.on_cache_miss(self._kind, found.signature, call):
+                self._kind.refuse(found.signature.text, reason)
             found, tensors = self._kind.lookup(args, kwargs, patch_points)
         if isinstance(found, Plan):
             return found, tensors
@@ -205,11 +206,11 @@ class RegionForward:
         if torch.is_autocast_enabled(self._kind.device.type):
             raise Unsupported("autocast is on")
         context = self._kind.context.of(args, kwargs)
-        if reason := self._host.reaches(context, self._kind.strings):
+        if reason := self._host.unsupported_patch(context, self._kind.string_constants):
             raise Unsupported(reason)
         return context
 
-    def _follow(self, module: nn.Module) -> list[torch.Tensor | None]:
+    def _refresh_if_changed(self, module: nn.Module) -> list[torch.Tensor | None]:
         """See whether the region is still the one that was described; if not, go on as what it is now.
 
         Returns its weights.
@@ -244,9 +245,9 @@ class RegionForward:
         """
         plan, spec = call.plan, call.plan.entry.graph.spec
         self.check_next = False
-        was_right = plan.at_one | call.patches in plan.entry.verified
+        was_right = plan.symbols_at_one | call.patches in plan.entry.verified
         copies = [t.clone() for t in call.tensors]
-        recorded = self._host.record_patches(call.context, call.hooks) if call.hooks else None
+        recorded = self._host.record_patches(call.context, call.patch_points) if call.patch_points else None
         theirs = call.eager(recorded.context if recorded else call.context)
         if recorded:
             recorded.hand_over()
@@ -273,7 +274,7 @@ class RegionForward:
         elif error:
             self._retire(plan, error, was_right)
         else:
-            plan.entry.verified.add(plan.at_one | call.patches)
+            plan.entry.verified.add(plan.symbols_at_one | call.patches)
             if not call.patches:
                 self._time(call, copies)
         return theirs
@@ -301,7 +302,7 @@ class RegionForward:
         log.warning("%s: %s", region, reason)
         self._counters.add("retired")
         self._note_eager(reason)
-        self._owner.give_up(self._kind, plan.entry, reason, was_right)
+        self._owner.retire(self._kind, plan.entry, reason, was_right)
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ class _Call:
     weights: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     context: Mapping[str, Any]
-    hooks: str
+    patch_points: str
     patches: frozenset[str]
     eager: Callable[[Mapping[str, Any]], Any]
     """Runs the region's own code with these context arguments."""
@@ -337,7 +338,7 @@ def _unchanged(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             tensor.copy_(values)
 
 
-def _is_recording(device: torch.device) -> bool:
+def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

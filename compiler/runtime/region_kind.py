@@ -14,15 +14,15 @@ from torch import nn
 
 from ..common.errors import one_line
 from ..common.host import Host
-from ..compile_cache.graph_cache import MAX_STRUCTURES, CacheEntry
-from ..identity.call_signature import TENSOR_TYPES, ContextArguments, Structure, Unsupported, bind, read
+from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry
+from ..identity.call_signature import TENSOR_TYPES, CallSignature, ContextArguments, Unsupported, bind, read
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
 from ..tracing.weightless_copy import tensor_slots
 
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""
-KEEPS_CHANGING = f"an argument that keeps changing (more than {MAX_STRUCTURES} kinds of call)"
+KEEPS_CHANGING = f"an argument that keeps changing (more than {MAX_SIGNATURES} kinds of call)"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
     """Which of the call's tensors is the graph's n-th input."""
     relayout: tuple[tuple[int, torch.memory_format], ...]
     """Inputs that arrive in another layout than the graph was compiled for."""
-    at_one: frozenset[str]
+    symbols_at_one: frozenset[str]
     """Symbols that are 1 in these calls: a graph that was checked at other sizes is not yet checked at this one."""
     defaults: tuple[torch.Tensor, ...]
     """Tensors that the call leaves to the defaults of `forward`; they follow the call's own."""
@@ -60,9 +60,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Miss:
-    """There is no graph for calls of this structure yet, and nobody has said that there will be none."""
+    """There is no graph for calls of this signature yet, and nobody has said that there will be none."""
 
-    structure: Structure
+    signature: CallSignature
 
 
 @dataclass(eq=False)
@@ -71,14 +71,14 @@ class RegionKind:
 
     cls: type
     fingerprint: str
-    strings: frozenset[str]
+    string_constants: frozenset[str]
     context: ContextArguments
     device: torch.device
     """Where the model runs."""
     graphs: dict[str, list[CacheEntry]] = field(default_factory=dict)
-    """By structure text. More than one if sizes once fixed turned out not to be."""
+    """By signature text. More than one if sizes once fixed turned out not to be."""
     refusals: dict[str, str] = field(default_factory=dict)
-    """By structure text: why there is no graph."""
+    """By signature text: why there is no graph."""
     plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
     """By argument shapes."""
     closed: str | None = None
@@ -89,7 +89,7 @@ class RegionKind:
         return cls(
             type(module),
             description.fingerprint,
-            description.strings,
+            description.string_constants,
             ContextArguments(type(module), host.context_arguments),
             device,
             closed=description.obscure or _unusual_weight(module),
@@ -101,16 +101,16 @@ class RegionKind:
         context = ContextArguments(type(module), frozenset())
         return cls(type(module), f"{path}: {reason}", frozenset(), context, device, closed=reason)
 
-    def add(self, structure_text: str, entry: CacheEntry) -> None:
-        """Use a graph for calls of this structure from now on."""
-        others = (other for other in self.graphs.get(structure_text, ()) if not other.is_evicted and other is not entry)
-        self.graphs[structure_text] = [*others, entry]
-        self.refusals.pop(structure_text, None)
+    def add(self, signature_text: str, entry: CacheEntry) -> None:
+        """Use a graph for calls of this signature from now on."""
+        others = (other for other in self.graphs.get(signature_text, ()) if not other.is_evicted and other is not entry)
+        self.graphs[signature_text] = [*others, entry]
+        self.refusals.pop(signature_text, None)
         self.plans.clear()
 
-    def refuse(self, structure_text: str, reason: str) -> None:
-        """Run calls of this structure eagerly from now on."""
-        self.refusals[structure_text] = reason
+    def refuse(self, signature_text: str, reason: str) -> None:
+        """Run calls of this signature eagerly from now on."""
+        self.refusals[signature_text] = reason
         self.plans.clear()
 
     def drop(self, keys: Set[str]) -> None:
@@ -128,7 +128,7 @@ class RegionKind:
     ) -> tuple[Plan | Refusal | Miss, list[torch.Tensor]]:
         """Return how a call is served, and its tensors as the plan counts them.
 
-        `patch_points` are the host's patches that act in this call, as `Host.hooks` writes them.
+        `patch_points` are the host's patches that act in this call, as `Host.patch_points` writes them.
         """
         token, tensors = self.context.token(args, kwargs)
         token = (token, _repeats(tensors), patch_points)
@@ -150,27 +150,27 @@ class RegionKind:
         if self.closed:
             return Refusal(self.closed)
         try:
-            structure, ordered = read(bind(self.cls, args, kwargs, self.context.names), hooks=patch_points)
+            signature, ordered = read(bind(self.cls, args, kwargs, self.context.names), patch_points=patch_points)
         except Unsupported as reason:
             return Refusal(str(reason))
-        if structure.text in self.refusals:
-            return Refusal(self.refusals[structure.text])
-        entries = [entry for entry in self.graphs.get(structure.text, ()) if not entry.is_evicted]
+        if signature.text in self.refusals:
+            return Refusal(self.refusals[signature.text])
+        entries = [entry for entry in self.graphs.get(signature.text, ()) if not entry.is_evicted]
         if not entries:
-            return Miss(structure) if self.has_room(structure.text) else Refusal(KEEPS_CHANGING)
+            return Miss(signature) if self.has_room(signature.text) else Refusal(KEEPS_CHANGING)
         shapes = [t.shape for t in ordered]
         entry = next((e for e in entries if e.graph.spec.fits(shapes)), None)
         if entry is None:
             return Refusal("sizes outside of what the graph was traced for")
         return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
 
-    def has_room(self, structure_text: str) -> bool:
-        """Whether calls of a structure may have a graph of their own."""
-        return structure_text in self.graphs or len(self.graphs) + len(self.refusals) < MAX_STRUCTURES
+    def has_room(self, signature_text: str) -> bool:
+        """Whether calls of a signature may have a graph of their own."""
+        return signature_text in self.graphs or len(self.graphs) + len(self.refusals) < MAX_SIGNATURES
 
-    def is_settled(self, structure_text: str) -> bool:
-        """Whether calls of a structure have a graph, or a reason to have none."""
-        return structure_text in self.graphs or structure_text in self.refusals
+    def is_settled(self, signature_text: str) -> bool:
+        """Whether calls of a signature have a graph, or a reason to have none."""
+        return signature_text in self.graphs or signature_text in self.refusals
 
 
 def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[torch.Tensor]) -> Plan | Refusal:

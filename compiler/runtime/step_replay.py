@@ -33,7 +33,7 @@ from ..identity.watch import Watch
 from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
 from .guards import Changed, ModuleGuard, TensorGuard
 from .running_call import RunningCall
-from .sync_detector import WaitWatch
+from .sync_detector import SyncDetector
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class StepReplay:
         self._capture = capture
         self._within = within
         self._context = ContextArguments(type(network), host.context_arguments)
-        self._strings = Describer(host).describe(network).strings
+        self._strings = Describer(host).describe(network).string_constants
         self._modules = ModuleGuard(network, host)
         self._tensors: TensorGuard | None = None
         """Set by the first call that could be captured."""
@@ -175,7 +175,7 @@ class StepReplay:
         Raises Unsupported if it is not to be captured.
         """
         context = self._context.of(args, kwargs)
-        if reason := self._host.unrepeatable(context, self._strings):
+        if reason := self._host.capture_blocker(context, self._strings):
             raise Unsupported(reason)
         token, tensors = self._context.token(args, kwargs)
         if any(t.device != self._device for t in tensors):
@@ -228,7 +228,7 @@ class StepReplay:
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
             error = one_line(raised)
         if error is None:
-            self._counters.add("recordings")
+            self._counters.add("captures")
             self._validated[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
             self._states[key] = captured
             self._entries |= running.entries
@@ -239,7 +239,7 @@ class StepReplay:
 
     def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
         """Make a call; return its result, and what keeps it from being captured."""
-        with WaitWatch(self._device) as watch:
+        with SyncDetector(self._device) as watch:
             result = call(*args, **kwargs)
         return result, f"the model waits for the GPU within a step ({watch.found})" if watch.found else None
 

@@ -41,7 +41,7 @@ class Summary:
     """Kinds of region: blocks of equal code and shapes are one."""
     compiled: int
     variants: int
-    """Graphs in use: a kind has one per structure of call."""
+    """Graphs in use: a kind has one per signature of call."""
     eager: int
     waiting: int
     """Kinds that are compiled when the model first calls them."""
@@ -84,7 +84,7 @@ class KindInUse:
     """Their class, for people."""
     blocks: int
     entries: tuple[CacheEntry, ...]
-    """One per structure of call, and those that failed their check."""
+    """One per signature of call, and those that failed their check."""
     refusals: tuple[str, ...]
     """Why calls run eagerly that no graph was made for."""
 

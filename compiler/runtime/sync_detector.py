@@ -20,7 +20,7 @@ _SYNC_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_})
 
 
-class WaitWatch(TorchDispatchMode):
+class SyncDetector(TorchDispatchMode):
     """Sync detector. While entered, it records the first operator of this thread that waits for `device`."""
 
     def __init__(self, device: torch.device) -> None:

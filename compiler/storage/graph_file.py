@@ -26,7 +26,7 @@ from ..common.errors import printable
 from ..identity.graph_spec import CompiledGraph, GraphIdentity, GraphSpec, InputSpec, WeightSpec
 from .trust import Trust, UnusableKey
 
-FORMAT = 3
+FORMAT = 4
 SUFFIX = ".graph.safetensors"
 A = TypeVar("A")
 B = TypeVar("B")
@@ -243,7 +243,7 @@ def _entry(fields: Any) -> Entry:
     return Entry(
         key=_text(fields["key"]),
         fingerprint=_text(fields["fingerprint"]),
-        structure=_text(fields["structure"]),
+        signature=_text(fields["signature"]),
         backend=_text(fields["backend"]),
         environment={_text(name): _text(value) for name, value in _dict(fields["environment"]).items()},
         spec=_spec(_dict(fields["spec"])),

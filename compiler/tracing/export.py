@@ -7,7 +7,7 @@ what the trace says about valid calls, so that any other call is refused rather 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,115 +28,19 @@ from ..common.torch_compat import (
     size_expression,
     version,
 )
-from ..identity.call_signature import Structure, Unsupported, call_forward, parse
+from ..identity.call_signature import CallSignature, Unsupported, call_forward
 from ..identity.context_options import TracedOptions, encode_writes
-from ..identity.fingerprint import strings_of, tensor_attributes
-from ..identity.graph_spec import MEMORY_FORMATS, GraphIdentity, GraphSpec, InputSpec, WeightSpec
+from ..identity.fingerprint import string_constants_of, tensor_attributes
+from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
-from ..identity.regions import Region
 from .decompositions import ForGPUs
-from .weightless_copy import skeleton, tensor_slots
+from .graph_request import GraphRequest
+from .weightless_copy import tensor_slots, weightless_copy
 
 log = logging.getLogger(__name__)
 
 MAX_ELEMENTS = 2**31 - 1
 """Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
-MAX_HINT = 2**20
-"""Upper bound for example sizes that come from a file."""
-MAX_STRUCTURE = 2**18
-"""Limit of characters in a call's structure that comes from a file."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A request for one graph: a region, a call structure, and which sizes are symbols."""
-
-    region: str
-    """The name that people are shown."""
-    module: nn.Module
-    """Any region of this kind. Only its code, settings and shapes matter, not its values."""
-    fingerprint: str
-    structure: Structure
-    device: torch.device
-    dtypes: tuple[torch.dtype, ...]
-    hints: tuple[tuple[int, ...], ...]
-    """Example shapes. Sizes of different symbols differ, and none is 0 or 1: tracing takes equal
-    sizes for one symbol, and 0 and 1 for constants."""
-    symbolic: tuple[tuple[bool, ...], ...]
-    """For each size of each input, whether it is a symbol (a dynamic dimension)."""
-
-    @property
-    def sizes(self) -> list[list[int | str]]:
-        """Each input's sizes as a key holds them: a number, or "s" and a symbol's hint. Tracing can depend on hints."""
-        return [
-            [f"s{size}" if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
-            for shape, symbols in zip(self.hints, self.symbolic, strict=True)
-        ]
-
-    def without_module(self) -> Variant:
-        """Return a copy that keeps no model alive."""
-        return replace(self, module=nn.Module())
-
-    def with_structure(self, structure: Structure) -> Variant | None:
-        """Return the request for a call whose other arguments differ, or None if its tensors differ as well."""
-        return replace(self, structure=structure) if structure.has_tensors_of(self.structure) else None
-
-    @classmethod
-    def like(cls, identity: GraphIdentity, region: Region, device: torch.device) -> Variant:
-        """Return the request for the graph that a file describes. The description need not be trusted.
-
-        Raises ValueError if the description is inconsistent.
-        """
-        inputs = [(i.hints, i.symbolic) for i in identity.spec.inputs]
-        return cls._described(region.label, region.module, identity.fingerprint, identity.structure, inputs, device)
-
-    def note(self) -> dict[str, Any]:
-        """Return the request without its module and device, as values that JSON can hold."""
-        fields = {"region": self.region, "fingerprint": self.fingerprint, "structure": self.structure.text}
-        return fields | {"inputs": list(zip(self.hints, self.symbolic, strict=True))}
-
-    @classmethod
-    def noted(cls, note: Mapping[str, Any], device: torch.device) -> Variant:
-        """Return the request that a note describes, without a module. The note need not be trusted.
-
-        Raises ValueError, KeyError or TypeError if the note is inconsistent.
-        """
-        inputs = [(tuple(hints), tuple(symbolic)) for hints, symbolic in note["inputs"]]
-        texts = [note[name] for name in ("region", "fingerprint", "structure")]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("the names are not strings")
-        return cls._described(texts[0], nn.Module(), *texts[1:], inputs, device)
-
-    @classmethod
-    def _described(
-        cls,
-        region: str,
-        module: nn.Module,
-        fingerprint: str,
-        structure_text: str,
-        inputs: Sequence[tuple[tuple[int, ...], tuple[bool, ...]]],
-        device: torch.device,
-    ) -> Variant:
-        if len(structure_text) > MAX_STRUCTURE:
-            raise ValueError("the call has more arguments than any block takes")
-        structure, tensors = parse(structure_text)
-        if [(len(hints), len(symbolic)) for hints, symbolic in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
-            raise ValueError("the inputs do not fit the structure of the call")
-        sizes = [pair for hints, symbolic in inputs for pair in zip(hints, symbolic, strict=True)]
-        if not all(type(size) is int and type(is_symbol) is bool for size, is_symbol in sizes):
-            raise ValueError("the example sizes are not numbers")
-        if not all(is_symbol < size < MAX_HINT for size, is_symbol in sizes):  # a symbol is at least 2
-            raise ValueError("no tensor has these example sizes")
-        return cls(
-            region=region,
-            module=module,
-            fingerprint=fingerprint,
-            structure=structure,
-            device=device,
-            dtypes=tuple(dtype for _, dtype in tensors),
-            hints=tuple(hints for hints, _ in inputs),
-            symbolic=tuple(symbolic for _, symbolic in inputs),
-        )
 
 
 @dataclass(frozen=True)
@@ -157,70 +61,73 @@ class _PureRegion(nn.Module):
     def __init__(
         self,
         region: nn.Module,
-        structure: Structure,
+        signature: CallSignature,
         context: Callable[[], dict[str, Any]],
         has_maps: bool,
         functions: Functions,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "hidden", (region, structure, context, has_maps, functions))
+        object.__setattr__(self, "hidden", (region, signature, context, has_maps, functions))
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, structure, make_context, has_maps, functions = self.hidden
+        region, signature, make_context, has_maps, functions = self.hidden
         context = make_context()
         for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
             group[name] = laid_out(weight)
-        arguments = structure.fill(inputs)
+        arguments = signature.fill(inputs)
         with functions(has_maps):
             result = call_forward(region, arguments, context)
-        if not structure.is_intact(arguments, inputs):  # a graph would write to its own lists
+        if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported("a region that writes to a list or dictionary it is given")
         # Some blocks make their map contiguous at the end, which the next block would have to undo.
         return pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
 
 
-def export_region(variant: Variant, host: Host) -> ExportedRegion:
+def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
     """Trace a region into a graph of its weights and inputs.
 
     Works on fake tensors: it allocates nothing and does not use the device. Raises Unsupported, with a
     reason for people, if the region cannot be a pure function. Other errors come from tracing itself.
     """
     try:
-        return _exported(variant, host, ForGPUs)
+        return _exported(request, host, ForGPUs)
     except Unsupported:
         raise
     except Exception as error:  # for instance code that takes a view that only the layout of torch's own result allows
-        log.info("%s is traced with torch's own functions: %s", variant.region, one_line(error))
-        return _exported(variant, host, lambda has_maps: nullcontext())
+        log.info("%s is traced with torch's own functions: %s", request.region, one_line(error))
+        return _exported(request, host, lambda has_maps: nullcontext())
 
 
-def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedRegion:
-    if constants := tensor_attributes(variant.module, host):
+def _exported(request: GraphRequest, host: Host, functions: Functions) -> ExportedRegion:
+    if constants := tensor_attributes(request.module, host):
         raise Unsupported(f"a tensor outside parameters and buffers ({constants[0]})")
-    strings = strings_of(variant.module, host)
+    string_constants = string_constants_of(request.module, host)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        is_arranged = host.arranges(variant.module) and variant.device.type in host.arranged_on
-        weightless = skeleton(variant.module, host, lambda t: _empty_like(t, variant.device, is_arranged))
-        host.adapt(weightless)
+        is_arranged = host.uses_channels_last(request.module) and request.device.type in host.channels_last_on
+        weightless = weightless_copy(request.module, host, lambda t: _empty_like(t, request.device, is_arranged))
+        host.prepare_for_tracing(weightless)
         named = list(tensor_slots(weightless))
         weights = [group[name] for _, (group, name) in named]
-        formats = [input_format(variant.module, shape, variant.device) for shape in variant.hints]
+        formats = [input_format(request.module, shape, request.device) for shape in request.hints]
         inputs = [
-            torch.empty(shape, dtype=dtype, device=variant.device, memory_format=MEMORY_FORMATS[fmt])
-            for shape, dtype, fmt in zip(variant.hints, variant.dtypes, formats, strict=True)
+            torch.empty(shape, dtype=dtype, device=request.device, memory_format=MEMORY_FORMATS[fmt])
+            for shape, dtype, fmt in zip(request.hints, request.dtypes, formats, strict=True)
         ]
 
     traced: list[TracedOptions] = []  # one for each run of the code; the last run is the exported one
 
     def context() -> dict[str, Any]:
-        made = {name: host.stand_in(name, strings, variant.structure.hooks) for name in variant.structure.context}
+        made = {
+            name: host.placeholder_for(name, string_constants, request.signature.patch_points)
+            for name in request.signature.context
+        }
         traced.extend(value for value in made.values() if isinstance(value, TracedOptions))
         return made
 
-    pure = _PureRegion(weightless, variant.structure, context, "channels_last" in formats, functions)
+    pure = _PureRegion(weightless, request.signature, context, "channels_last" in formats, functions)
     auto = torch.export.Dim.AUTO
-    symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in variant.symbolic]
+    symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
     with torch.no_grad():
         mutated = _mutated_inputs(mode, pure, weights, inputs)
         program = torch.export.export(
@@ -232,7 +139,7 @@ def _exported(variant: Variant, host: Host, functions: Functions) -> ExportedReg
         WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
         for (name, _), t in zip(named, weights, strict=True)
     )
-    spec = _spec(variant, program, weight_specs, formats, mutated)
+    spec = _spec(request, program, weight_specs, formats, mutated)
     if traced:
         reads = tuple(sorted(set().union(*(options.reads for options in traced))))
         spec = replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
@@ -273,7 +180,7 @@ def _mutated_inputs(
 
 
 def _spec(
-    variant: Variant,
+    request: GraphRequest,
     program: torch.export.ExportedProgram,
     weights: tuple[WeightSpec, ...],
     formats: list[str],
@@ -282,14 +189,14 @@ def _spec(
     placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     inputs = placeholders[len(weights) :]
     return GraphSpec(
-        region=type(variant.module).__name__,
-        device=str(variant.device),
+        region=type(request.module).__name__,
+        device=str(request.device),
         weights=weights,
         inputs=tuple(
             InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt, hints, symbolic)
-            for t, fmt, hints, symbolic in zip(inputs, formats, variant.hints, variant.symbolic, strict=True)
+            for t, fmt, hints, symbolic in zip(inputs, formats, request.hints, request.symbolic, strict=True)
         ),
-        guards=(*_guards(inputs), *(_index_limits(program) if variant.device.type != "cpu" else ())),
+        guards=(*_guards(inputs), *(_index_limits(program) if request.device.type != "cpu" else ())),
         mutated=mutated,
         outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
         tree=pytree.treespec_dumps(program.call_spec.out_spec),

@@ -85,7 +85,7 @@ def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(expected, memory_format=torch.contiguous_format)
 
 
-def stand_in(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]:
+def placeholder(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]:
     """Return the function that takes a patch's place while a region is traced.
 
     `known` are the options that each call brings itself. The options that the block adds become constants of the

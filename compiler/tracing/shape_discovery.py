@@ -16,10 +16,10 @@ from torch import nn
 
 from ..common.host import Host
 from ..common.torch_compat import FakeTensorMode, pytree
-from ..identity.call_signature import Structure, Unsupported, bind, read
+from ..identity.call_signature import CallSignature, Unsupported, bind, read
 from ..identity.regions import Region
-from .export import Variant
-from .weightless_copy import skeleton
+from .graph_request import GraphRequest
+from .weightless_copy import weightless_copy
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Sizes:
     tokens: int
 
 
-FIRST = Sizes(batch=2, frames=3, height=40, width=56, tokens=11)
-SECOND = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
+SMALL = Sizes(batch=2, frames=3, height=40, width=56, tokens=11)
+LARGE = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
 """Within each call all sizes differ, also when height and width are halved down to an eighth. Between the two calls
 every size differs."""
 
 ModelCall = Callable[[nn.Module, Sizes], object]
-"""Calls a skeleton of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if
+"""Calls a weightless copy of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if
 present, lists the classes whose code it runs besides the model's."""
 
 
@@ -47,29 +47,29 @@ present, lists the classes whose code it runs besides the model's."""
 class _ObservedCall:
     """One call of a region during a probe."""
 
-    structure: Structure
+    signature: CallSignature
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
 
 
-def wanted_variants(
+def discover_requests(
     model: nn.Module, regions: Mapping[Region, str], device: torch.device, host: Host, call: ModelCall
-) -> list[Variant]:
-    """Return one variant for each distinct graph that the two calls need. `regions` maps to fingerprints.
+) -> list[GraphRequest]:
+    """Return one request for each distinct graph that the two calls need. `regions` maps to fingerprints.
 
     Raises whatever the model raises under fake tensors; the caller then waits for a real call.
     """
-    first = _observe(model, regions, device, host, call, FIRST)
-    second = _observe(model, regions, device, host, call, SECOND)
-    variants: dict[tuple[str, str], Variant] = {}
+    first = _observe(model, regions, device, host, call, SMALL)
+    second = _observe(model, regions, device, host, call, LARGE)
+    requests: dict[tuple[str, str], GraphRequest] = {}
     for region, fingerprint in regions.items():
         for one, other in zip(first[region.path], second[region.path], strict=False):
-            wanted = (fingerprint, one.structure.text)
-            if one.structure.text == other.structure.text and wanted not in variants:
-                if variant := _variant(region, fingerprint, one, other):
-                    variants[wanted] = variant
-    return list(variants.values())
+            wanted = (fingerprint, one.signature.text)
+            if one.signature.text == other.signature.text and wanted not in requests:
+                if request := _request(region, fingerprint, one, other):
+                    requests[wanted] = request
+    return list(requests.values())
 
 
 def _observe(
@@ -78,7 +78,7 @@ def _observe(
     seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
     results: dict[Hashable, Any] = {}
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        weightless = skeleton(
+        weightless = weightless_copy(
             model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
         )
         for region, fingerprint in regions.items():
@@ -102,19 +102,19 @@ def _observed_forward(
     run = partial(type(block).forward, block, *args, **kwargs)
     try:
         call = bind(type(block), args, kwargs, host.context_arguments)
-        structure, tensors = read(call, fake=True)
+        signature, tensors = read(call, fake=True)
     except Unsupported:
         return run()
     if not tensors:
         return run()
     layouts = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
     shapes, _, dtypes, devices = zip(*layouts, strict=True)
-    seen.append(_ObservedCall(structure, shapes, dtypes, devices[0]))
-    known = (fingerprint, structure.text, layouts)
+    seen.append(_ObservedCall(signature, shapes, dtypes, devices[0]))
+    known = (fingerprint, signature.text, layouts)
     if known not in results:
         result = run()
-        if not structure.is_intact(call.arguments, tensors):  # a block that writes to lists must run each time
-            return result
+        if not signature.has_unchanged_arguments(call.arguments, tensors):
+            return result  # a block that writes to lists must run each time
         results[known] = result
     return pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
 
@@ -123,7 +123,7 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _variant(region: Region, fingerprint: str, one: _ObservedCall, other: _ObservedCall) -> Variant | None:
+def _request(region: Region, fingerprint: str, one: _ObservedCall, other: _ObservedCall) -> GraphRequest | None:
     """Return the request for a graph that serves both calls, or None if their sizes cannot be told apart."""
     symbolic = tuple(
         tuple(a != b for a, b in zip(shape, changed, strict=True))
@@ -132,11 +132,11 @@ def _variant(region: Region, fingerprint: str, one: _ObservedCall, other: _Obser
     hints = next((seen for seen in (one, other) if _hints_are_safe(seen, one, other)), None)
     if hints is None:
         return None
-    return Variant(
+    return GraphRequest(
         region=region.label,
         module=region.module,
         fingerprint=fingerprint,
-        structure=one.structure,
+        signature=one.signature,
         device=one.device,
         dtypes=one.dtypes,
         hints=hints.shapes,

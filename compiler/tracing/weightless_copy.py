@@ -1,8 +1,8 @@
-"""A weightless copy of a module (here `skeleton`), which is traced in place of the module.
+"""A weightless copy of a module, which is traced in place of the module.
 
 Tracing swaps parameters and calls `forward`. On the module itself, a thread that samples with it would see the
 swap, a replaced `forward`, ours or anybody's, would be traced instead of the class's, and gigabytes of weights would
-move to the device although only their shapes matter. A skeleton shares nothing with the module that a trace changes.
+move to the device although only their shapes matter. The copy shares nothing with the module that a trace changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Slot = tuple[dict[str, Any], str]
 """The place where a module keeps one tensor: its `_parameters` or `_buffers`, and the name in there."""
 
 
-def skeleton(module: nn.Module, host: Host, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def weightless_copy(module: nn.Module, host: Host, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Copy the tree of modules. `tensor` returns the replacement for each parameter and buffer."""
     return _copy(module, host, tensor, {})
 

@@ -39,7 +39,7 @@ def traced_once(monkeypatch):
     trace = graph_cache_module.export_region
 
     def export_region(variant, host):
-        key = (variant.fingerprint, variant.structure, variant.device, variant.dtypes, variant.hints, variant.symbolic)
+        key = (variant.fingerprint, variant.signature, variant.device, variant.dtypes, variant.hints, variant.symbolic)
         key = (*key, type(host), trace)
         if key not in _TRACED:
             _TRACED[key] = trace(variant, host)

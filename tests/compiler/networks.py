@@ -15,7 +15,7 @@ from compiled_graphs.compiler.runtime.compiled_model import CompiledModel, Optio
 from compiled_graphs.compiler.runtime.region_kinds import Target
 from compiled_graphs.compiler.runtime.running_call import RunningCall, entered
 from compiled_graphs.compiler.tracing.export import export_region
-from compiled_graphs.compiler.tracing.shape_discovery import Sizes, wanted_variants
+from compiled_graphs.compiler.tracing.shape_discovery import Sizes, discover_requests
 from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 from torch import nn
 from torch.nn import functional
@@ -253,7 +253,7 @@ def compile_network(network, registry, backend=None, host=None, probe=call, **op
 def variants_of(network, probe=call, host=None):
     host = host or Host()
     regions = {region: fingerprint(region.module, host) for region in find_regions(network)}
-    return wanted_variants(network, regions, CPU, host, probe)
+    return discover_requests(network, regions, CPU, host, probe)
 
 
 def export(network, probe=call):

@@ -37,7 +37,7 @@ class EagerBackend:
     """Satisfies `Backend`."""
 
     name = "eager"
-    recording = nullcontext
+    capture_context = nullcontext
     grows = False
 
     def available(self, device: torch.device) -> str | None:

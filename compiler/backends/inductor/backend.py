@@ -67,7 +67,7 @@ class InductorBackend:
     """Satisfies `Backend`."""
 
     name = "inductor"
-    recording = staticmethod(launching_by_address)
+    capture_context = staticmethod(launching_by_address)
     grows = False
 
     def available(self, device: torch.device) -> str | None:

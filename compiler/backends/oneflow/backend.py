@@ -125,7 +125,7 @@ class OneFlowBackend:
     """Satisfies `Backend`."""
 
     name = "oneflow"
-    recording = None
+    capture_context = None
     """None: OneFlow uses its own streams and waits for them."""
     grows = True
     """Each new size adds a compiled job."""

@@ -18,11 +18,11 @@ from ...compile_cache.background_queue import Background
 from ...identity.fingerprint import fingerprint
 from ...identity.graph_spec import GraphIdentity
 from ...identity.regions import Region, find_regions, is_torch_compiled
-from ...runtime.channels_last_weights import Arrangement
+from ...runtime.channels_last_weights import ChannelsLastWeights
 from ...runtime.compiled_model import CompiledModel, Options
 from ...runtime.cuda_graph import can_capture
 from ...runtime.graph_supply import CannotCallAhead
-from ...runtime.network_wrapper import CodingEntrance, Entrance
+from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
 from ...runtime.region_kinds import Target
 from ...runtime.sampling import Announced
 from ...runtime.step_replay import StepReplay
@@ -32,7 +32,7 @@ from .coexistence import CALLBACKS_KEY, foreign_forward, free_regions, is_reache
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
-from .texts import left_text, recording_line, status_text
+from .texts import capture_line, left_text, status_text
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Built:
     """A compiled model that is not in its patcher yet."""
 
     compiled: CompiledModel
-    wrappers: Sequence[Entrance]
+    wrappers: Sequence[NetworkWrapper]
     status: Status
 
 
@@ -88,9 +88,9 @@ class Status:
         """Why graphs of a file cannot serve here."""
         self._request = request
         self._left = left
-        self._wrappers: list[weakref.ref[Entrance]] = []
+        self._wrappers: list[weakref.ref[NetworkWrapper]] = []
 
-    def follow(self, wrapper: Entrance) -> None:
+    def follow(self, wrapper: NetworkWrapper) -> None:
         """Tell of this wrapper's model from now on."""
         self._wrappers.append(weakref.ref(wrapper))
 
@@ -102,15 +102,15 @@ class Status:
         lines = [status_text(compiled.summary(), self._request.source), *self.refused]
         if compiled.background is not None and compiled.background.is_busy:
             lines.append("compiling in the background")
-        if line := self.recording_line():
+        if line := self.capture_line():
             lines.append(line)
         return "\n".join(lines) + self._left
 
-    def recording_line(self) -> str:
+    def capture_line(self) -> str:
         """Return how the steps of the last sampling were run."""
-        return next((line for each in self._alive() if (line := recording_line(each))), "")
+        return next((line for each in self._alive() if (line := capture_line(each))), "")
 
-    def _alive(self) -> list[Entrance]:
+    def _alive(self) -> list[NetworkWrapper]:
         return [found for reference in self._wrappers if (found := reference()) is not None]
 
     def tell(self, line: str = "") -> None:
@@ -163,9 +163,9 @@ def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:
     return Built(compiled, wrappers, status)
 
 
-def _wrapper(target: PatchedNetwork, method: str, compiled: CompiledModel) -> Entrance:
+def _wrapper(target: PatchedNetwork, method: str, compiled: CompiledModel) -> NetworkWrapper:
     inner = foreign_forward(target.patcher, target.network, target.prefix + method, method)
-    kind = Entrance if method == "forward" else CodingEntrance
+    kind = NetworkWrapper if method == "forward" else VAEWrapper
     return kind(target.network, method, inner, compiled, _repeat)
 
 
@@ -206,7 +206,7 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
     play = _role(request, target.kind, built.compiled)
     for each in built.wrappers:
         each.on_call = play
-        if isinstance(each, CodingEntrance):
+        if isinstance(each, VAEWrapper):
             each.on_broken = built.status.tell
         each.install_while_running(forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
@@ -214,7 +214,7 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
     if target.prefix and comfy_compat.announces_samplings(target.patcher):
         _announce_samplings(target, built)
         _arrange_weights(target, chosen)
-        if request.record and chosen.backend.recording is not None:
+        if request.capture and chosen.backend.capture_context is not None:
             _replay_steps(target, chosen, built)
     play()
 
@@ -228,8 +228,8 @@ def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
 
 def _arrange_weights(target: PatchedNetwork, chosen: Chosen) -> None:
     """Have the weights of convolutions in channels_last while the model samples."""
-    if target.device.type in HOST.arranged_on and any(HOST.arranges(r.module) for r in chosen.regions):
-        arrangement = Arrangement(target.network, target.device)
+    if target.device.type in HOST.channels_last_on and any(HOST.uses_channels_last(r.module) for r in chosen.regions):
+        arrangement = ChannelsLastWeights(target.network, target.device)
         _call_around_samplings(target, arrangement.begin, arrangement.end)
 
 
@@ -244,7 +244,7 @@ def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
     if not type(network).__module__.startswith("comfy.") or any(map(is_torch_compiled, network.modules())):
         return
     entrance.step_replay = replay = StepReplay(
-        network, HOST, target.device, built.compiled.counters, within=chosen.backend.recording
+        network, HOST, target.device, built.compiled.counters, within=chosen.backend.capture_context
     )
     _call_around_samplings(target, None, SamplingEnd(replay, built.status))
 
@@ -264,7 +264,7 @@ class SamplingEnd:
 
     def __call__(self) -> None:
         self._replay.release_memory()
-        line = self._status.recording_line()
+        line = self._status.capture_line()
         if line != self._told:
             self._told = line
             self._status.tell()

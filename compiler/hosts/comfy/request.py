@@ -30,7 +30,7 @@ class Request:
     """What people call the file."""
     background: bool = False
     """Whether to compile while the model runs, block by block, and not before."""
-    record: bool = True
+    capture: bool = True
     """Whether steps that repeat may be replayed as CUDA graphs."""
 
 

@@ -1,6 +1,6 @@
 """Calls of ComfyUI's networks that were never made: what sampling or decoding would pass, at any size.
 
-A call goes to a skeleton of the network under fake tensors, to learn which graphs it wants (see `probe`).
+A call goes to a weightless copy of the network under fake tensors, to learn which graphs it wants (see `probe`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from ...common.host import Host
 from ...common.torch_compat import pytree
 from ...tracing.shape_discovery import ModelCall, Sizes
-from ...tracing.weightless_copy import skeleton
+from ...tracing.weightless_copy import weightless_copy
 from .comfy_compat import OPTIONS
 
 
@@ -165,7 +165,7 @@ def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:
     base = model.__class__.__new__(model.__class__)
     base.__dict__.update(model.__dict__)
     base.__dict__["_modules"] = {
-        **{n: skeleton(c, host, lambda t: t) for n, c in rest.items()},
+        **{n: weightless_copy(c, host, lambda t: t) for n, c in rest.items()},
         "diffusion_model": network,
     }
     return base

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...identity.regions import is_torch_compiled
-from ...runtime.network_wrapper import Entrance
+from ...runtime.network_wrapper import NetworkWrapper
 from ...runtime.summary import Summary
 
 
@@ -50,7 +50,7 @@ def left_text(taken: int, network: nn.Module, set_aside: bool) -> str:
     return "".join(f"\n{line}" for line in lines)
 
 
-def recording_line(entrance: Entrance) -> str:
+def capture_line(entrance: NetworkWrapper) -> str:
     """Return how the steps of the last sampling were run; nothing before the first one."""
     replay = entrance.step_replay
     if replay is None:

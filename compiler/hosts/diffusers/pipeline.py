@@ -30,7 +30,7 @@ from ...registry.registry import Registry
 from ...runtime.compiled_model import CompiledModel
 from ...runtime.compiled_model import Options as CompileOptions
 from ...runtime.graph_supply import CannotCallAhead
-from ...runtime.network_wrapper import CodingEntrance, Entrance
+from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
 from ...runtime.region_kinds import Target
 from ...runtime.sampling import Scheduled
 from ...runtime.summary import Progress, Summary, log_progress
@@ -38,7 +38,7 @@ from ...storage.graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_l
 from ...storage.store import open_store
 from ...storage.trust import Trust
 from ...tracing.shape_discovery import ModelCall
-from ...tracing.weightless_copy import skeleton
+from ...tracing.weightless_copy import weightless_copy
 from . import synthetic_calls
 from .rules.host import HOST, STATE
 
@@ -218,7 +218,7 @@ class Part:
         """A network that was pickled is not compiled."""
         return type(None), ()
 
-    def install(self, network: nn.Module, entrance: Entrance) -> None:
+    def install(self, network: nn.Module, entrance: NetworkWrapper) -> None:
         """Put compiled regions into the network, and around them what tells them which call is running."""
         for path, forward in self.compiled.forwards().items():
             self._replace(network.get_submodule(path), forward)
@@ -238,7 +238,7 @@ class Part:
         """Return the graphs in use, after compiling what the network's pipelines are known to ask for."""
         graphs = _prepared(self._name, self.compiled, network)
         if self._force_upcast and any(p.dtype == torch.float16 for p in network.parameters()):
-            twin = skeleton(network, HOST, _in_float32)
+            twin = weightless_copy(network, HOST, _in_float32)
             graphs += _prepared(f"{self._name} in float32", self.compiled.like(twin, find_regions(twin)), twin)
         return list({graph.key: graph for graph in graphs}.values())
 
@@ -323,7 +323,7 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
         raise ValueError(f"{name} cannot be compiled: {reason}")
     target = Target(device, chosen, HOST)
     compiled = CompiledModel(network, regions, target, registry().cache, CompileOptions(options.verify))
-    kind = CodingEntrance if _is_coder(network) else Entrance
+    kind = VAEWrapper if _is_coder(network) else NetworkWrapper
     entrance = kind(network, "forward", None, compiled, _repeat)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
     part.owners.update(owners)

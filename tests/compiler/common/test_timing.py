@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler.common import timing
-from compiled_graphs.compiler.common.timing import Pace, Timing, compare, speed_up
-from compiled_graphs.compiler.runtime.network_wrapper import Entrance
+from compiled_graphs.compiler.common.timing import LatencyTracker, Timing, compare, speed_up
+from compiled_graphs.compiler.runtime.network_wrapper import NetworkWrapper
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_regions_count_as_often_as_a_model_has_them():
 
 
 def pace_of(*durations, clock, shape=(1, 4, 8, 8), pace=None):
-    pace = pace or Pace()
+    pace = pace or LatencyTracker()
     for seconds in durations:
         with pace.timed("forward", (torch.zeros(shape),), {}):
             clock.now += seconds
@@ -76,21 +76,21 @@ def test_only_the_latest_calls_of_a_size_count(clock):
 
 
 def test_sizes_are_told_apart_and_bounded(clock):
-    pace = Pace()
+    pace = LatencyTracker()
     for width in (*range(timing.MAX_SIZES), 0, timing.MAX_SIZES):
         pace_of(1.0 + width, clock=clock, shape=(1, width), pace=pace)
     assert [figure.shape[1] for figure in pace.figures()] == [2, 3, 0, 4]
 
 
 def test_calls_with_something_to_set_up_do_not_count(clock):
-    pace = Pace()
+    pace = LatencyTracker()
     with pace.timed("forward", (torch.zeros(1),), {}, lambda: True):
         clock.now += 1.0
     assert pace.figures() == []
 
 
 def test_a_call_that_fails_or_has_no_tensor_does_not_count(clock):
-    pace = Pace()
+    pace = LatencyTracker()
     with pytest.raises(ZeroDivisionError), pace.timed("forward", (torch.zeros(1),), {}):
         raise ZeroDivisionError
     with pace.timed("forward", (1,), {}):
@@ -106,15 +106,15 @@ def test_an_entrance_times_its_calls(clock):
 
     network = Slow()
     nothing_new = {"follow": lambda: False, "watch_over": lambda: False, "note_call": lambda call: None}
-    compiled = SimpleNamespace(pace=Pace(), background=None, **nothing_new)
-    network.forward = Entrance(network, "forward", None, compiled)
+    compiled = SimpleNamespace(pace=LatencyTracker(), background=None, **nothing_new)
+    network.forward = NetworkWrapper(network, "forward", None, compiled)
     network(torch.zeros(2, 3))
     (figure,) = compiled.pace.figures()
     assert (figure.shape, figure.seconds) == ((2, 3), 0.25)
 
 
 def test_figures_are_read_while_calls_are_made():
-    pace, stop = Pace(), threading.Event()
+    pace, stop = LatencyTracker(), threading.Event()
 
     def work():
         while not stop.is_set():
@@ -160,7 +160,7 @@ def test_moments_that_a_gpu_has_not_come_to_are_read_at_a_later_call(monkeypatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpus_calls_are_timed_by_the_gpu():
     """The host only queues the work, and is done long before the GPU is."""
-    pace, x = Pace(), torch.randn(4096, 4096, device="cuda")
+    pace, x = LatencyTracker(), torch.randn(4096, 4096, device="cuda")
 
     def work():
         for _ in range(50):

@@ -15,7 +15,7 @@ from compiled_graphs.compiler.common import torch_compat
 from compiled_graphs.compiler.common.torch_compat import NAMES, Later, MissingName, Need, missing
 from compiled_graphs.compiler.registry import doctor
 from compiled_graphs.compiler.runtime import cuda_graph
-from compiled_graphs.compiler.runtime.channels_last_weights import Arrangement
+from compiled_graphs.compiler.runtime.channels_last_weights import ChannelsLastWeights
 from networks import CPU, ConvolutionNetwork
 
 NEEDED = [path for path, need in NAMES.items() if need is Need.ALL]
@@ -228,5 +228,5 @@ def test_copies_one_by_one_are_those_of_all_at_once():
 def test_where_torch_does_not_tell_who_shares_memory_weights_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(torch_compat, "_storage_users", torch_compat._Absent("Absent", (), {"path": "torch:_C._x"}))
     network = ConvolutionNetwork()
-    Arrangement(network, CPU).begin()
+    ChannelsLastWeights(network, CPU).begin()
     assert all(weight.is_contiguous() for weight in network.parameters())

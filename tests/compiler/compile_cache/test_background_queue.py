@@ -90,7 +90,7 @@ class CancellingHost(Host):
     def is_cancellation(self, error):
         return isinstance(error, Cancelled)
 
-    def give_back_cancellation(self):
+    def return_cancellation(self):
         self.flag = True
         self.seen.set()
 

@@ -81,7 +81,7 @@ def test_no_weights_are_sent(variant, monkeypatch):
     monkeypatch.setattr(workers, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         workers.compile(variant, "eager")
-    tensors = [*sent[0].variant.module.parameters(), *sent[0].variant.module.buffers()]
+    tensors = [*sent[0].request.module.parameters(), *sent[0].request.module.buffers()]
     assert tensors
     assert all(t.device.type == "meta" for t in tensors)
 

@@ -24,12 +24,12 @@ def tokens(batch=2, count=7, dtype=torch.float32):
     return torch.zeros(batch, count, 16, dtype=dtype)
 
 
-def structure(block, *args, **kwargs):
+def signature(block, *args, **kwargs):
     return read(bind(block, args, kwargs, frozenset()))[0]
 
 
 def key(block, *args, sizes=(None, None, 16), environment=ENVIRONMENT, identity="block", **kwargs):
-    return graph_key(identity, structure(block, *args, **kwargs), [list(sizes)], environment)
+    return graph_key(identity, signature(block, *args, **kwargs), [list(sizes)], environment)
 
 
 def test_positional_and_keyword_calls_have_one_key():
@@ -116,7 +116,7 @@ def test_call_that_does_not_fit_forward_is_unsupported(args):
 )
 def test_unsupported_argument_is_named_in_the_reason(argument, reason):
     with pytest.raises(Unsupported, match=reason):
-        structure(KeywordBlock, tokens(), bias=argument)
+        signature(KeywordBlock, tokens(), bias=argument)
 
 
 def test_a_parameter_is_a_tensor_like_any_other():
@@ -154,7 +154,7 @@ def test_positional_only_and_variable_arguments_are_bound():
     ],
     ids=str,
 )  # fmt: skip
-def test_a_structure_can_be_read_back_from_its_text(value):
+def test_a_signature_can_be_read_back_from_its_text(value):
     written, tensors = read(Call({"x": tokens(), "option": value}, {"transformer_options": {}}))
     parsed, found = parse(written.text)
     assert (parsed.spec, repr(parsed.leaves), parsed.context) == (written.spec, repr(written.leaves), written.context)
@@ -171,7 +171,7 @@ def test_a_structure_can_be_read_back_from_its_text(value):
     ids=lambda text: text[:40],
 )  # fmt: skip
 def test_a_text_that_describes_no_call_is_refused(text):
-    with pytest.raises(ValueError, match="not the structure of a call"):
+    with pytest.raises(ValueError, match="not the signature of a call"):
         parse(text)
 
 
@@ -179,18 +179,18 @@ def test_named_tuple_is_in_the_key_but_cannot_be_parsed():
     Pair = namedtuple("Pair", "a b")
     one, other = (read(Call({"x": Pair(tokens(), value)}, {}))[0] for value in (1, 2))
     assert one.text != other.text
-    with pytest.raises(ValueError, match="not the structure"):
+    with pytest.raises(ValueError, match="not the signature"):
         parse(one.text)
 
 
 def test_has_tensors_of_ignores_plain_values():
     x = torch.zeros(2, 3)
 
-    def structure(*args, **kwargs):
+    def signature(*args, **kwargs):
         return read(Call({"args": args, "kwargs": kwargs}, {}))[0]
 
-    one = structure(x, [x, 1], scale=2, mask=x)
-    assert structure(x, [x, 5], mask=x).has_tensors_of(one)
-    assert not structure(x, [1, x], scale=2, mask=x).has_tensors_of(one)
-    assert not structure(x, [x.half(), 1], scale=2, mask=x).has_tensors_of(one)
-    assert not structure(x, [x, 1], scale=x, mask=x).has_tensors_of(one)
+    one = signature(x, [x, 1], scale=2, mask=x)
+    assert signature(x, [x, 5], mask=x).has_tensors_of(one)
+    assert not signature(x, [1, x], scale=2, mask=x).has_tensors_of(one)
+    assert not signature(x, [x.half(), 1], scale=2, mask=x).has_tensors_of(one)
+    assert not signature(x, [x, 1], scale=x, mask=x).has_tensors_of(one)

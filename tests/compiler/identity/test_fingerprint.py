@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.identity.fingerprint import Describer, fingerprint, strings_of, tensor_attributes
+from compiled_graphs.compiler.identity.fingerprint import Describer, fingerprint, string_constants_of, tensor_attributes
 from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
 from torch import nn
 
@@ -385,14 +385,14 @@ def test_a_volatile_attribute_of_the_host_does_not_matter():
 
 
 def test_strings_are_those_a_region_can_look_up(load):
-    strings = strings_of(load().Block(), Host())
-    assert {"patch", "high"} <= strings
-    assert "A block." not in strings
+    string_constants = string_constants_of(load().Block(), Host())
+    assert {"patch", "high"} <= string_constants
+    assert "A block." not in string_constants
 
 
 def test_strings_come_from_helpers_and_submodules_too(load):
     module = load(("return x * 2", 'return x * {"factor": 2}["factor"]'))
-    assert "factor" in strings_of(nn.Sequential(module.Block()), Host())
+    assert "factor" in string_constants_of(nn.Sequential(module.Block()), Host())
 
 
 def test_class_without_source_has_a_fingerprint():
@@ -424,12 +424,12 @@ def test_tensors_outside_parameters_and_buffers_are_named():
 
 
 def test_stand_in_for_a_method_does_not_matter():
-    class Entrance:
+    class NetworkWrapper:
         stands_in = True
 
     block = TransformerBlock()
     before = of(block)
-    block.decode = Entrance()
+    block.decode = NetworkWrapper()
     assert of(block) == before
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.identity.fingerprint import Describer
-from compiled_graphs.compiler.runtime.network_wrapper import Entrance
+from compiled_graphs.compiler.runtime.network_wrapper import NetworkWrapper
 from networks import install
 from torch import nn
 from torch.nn import functional
@@ -174,7 +174,7 @@ def pair(registry):
     compiled = install(network, registry)
     for path in (forwards := compiled.forwards()):
         network.get_submodule(path).__dict__.pop("forward", None)
-    network.forward = entrance = Entrance(network, "forward", None, compiled)
+    network.forward = entrance = NetworkWrapper(network, "forward", None, compiled)
     entrance.install_while_running(forwards)
     compiled.prepare(lambda copied, at: Network.forward(copied, *network.inputs(at)))
     assert compiled.summary().compiled == 1

@@ -11,7 +11,7 @@ from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.memory_format import has_layouts
-from compiled_graphs.compiler.runtime.channels_last_weights import Arrangement
+from compiled_graphs.compiler.runtime.channels_last_weights import ChannelsLastWeights
 from compiled_graphs.compiler.runtime.running_call import RunningCall
 from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, StepReplay
 from networks import CPU, ConvolutionNetwork, ResidualBlock, compile_network, sizes
@@ -20,9 +20,9 @@ from torch import nn
 
 
 class ArrangingHost(Host):
-    arranged_on = frozenset({"cpu"})
+    channels_last_on = frozenset({"cpu"})
 
-    def arranges(self, region):
+    def uses_channels_last(self, region):
         return True
 
 
@@ -42,7 +42,7 @@ def is_channels_last(weight):
 def test_weights_keep_their_values_and_addresses(network):
     weights = convolutions(network)
     before = [(weight.clone(), weight.data_ptr()) for weight in weights]
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     for _ in range(2):
         arrangement.begin()
         assert all(map(is_channels_last, weights))
@@ -58,7 +58,7 @@ def test_arrangement_works_in_any_grad_mode(made_in, arranged_in):
     with torch.inference_mode(False), made_in():
         network = ConvolutionNetwork()
     before = [weight.detach().clone() for weight in convolutions(network)]
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     with torch.inference_mode(False), arranged_in():
         arrangement.begin()
         assert all(map(is_channels_last, convolutions(network)))
@@ -84,7 +84,7 @@ def test_shared_memory_is_left_alone(network, alias):
     shared, *others = convolutions(network)
     value = shared.detach().clone()
     kept = alias(shared)
-    Arrangement(network, CPU).begin()
+    ChannelsLastWeights(network, CPU).begin()
     assert shared.is_contiguous()
     assert torch.equal(shared, value)
     assert torch.equal(kept, alias(value))
@@ -93,7 +93,7 @@ def test_shared_memory_is_left_alone(network, alias):
 
 def test_weight_shared_since_begin_stays_arranged(network):
     weight = convolutions(network)[0]
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     arrangement.begin()
     kept, value = weight.detach(), weight.detach().clone()
     arrangement.end()
@@ -108,7 +108,7 @@ def test_weight_shared_since_begin_stays_arranged(network):
 def test_a_weight_that_two_modules_share_is_arranged_once(network):
     network.blocks[1].conv.weight = network.blocks[0].conv.weight
     before = copy.deepcopy(network)
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     arrangement.begin()
     assert torch.equal(network.blocks[1].conv.weight, before.blocks[1].conv.weight)
     arrangement.end()
@@ -117,7 +117,7 @@ def test_a_weight_that_two_modules_share_is_arranged_once(network):
 
 def test_weights_elsewhere_or_replaced_are_left_alone(network):
     network.stem.to("meta")
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     arrangement.begin()
     assert network.stem.weight.is_contiguous()
     new = nn.Parameter(torch.randn_like(network.blocks[0].conv.weight, memory_format=torch.contiguous_format))
@@ -133,7 +133,7 @@ def test_weights_elsewhere_or_replaced_are_left_alone(network):
 
 def test_a_network_that_was_in_channels_last_stays_so(network):
     network.to(memory_format=torch.channels_last)
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     arrangement.begin()
     arrangement.end()
     assert all(map(is_channels_last, convolutions(network)))
@@ -147,7 +147,7 @@ def test_too_little_memory_leaves_the_rest_contiguous(network, monkeypatch):
 
     values = [weight.detach().clone() for weight in convolutions(network)]
     monkeypatch.setattr(torch.Tensor, "clone", clone)
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     arrangement.begin()
     assert [is_channels_last(weight) for weight in convolutions(network)] == [True, True, False, False]
     assert all(map(torch.equal, convolutions(network), values))
@@ -184,7 +184,7 @@ def test_graphs_use_arranged_weights_and_copy_others(network, registry):
     reference, backend = copy.deepcopy(network), Watching()
     compiled = compile_network(network, registry, backend=backend, host=ArrangingHost())
     inputs, own = network.inputs(sizes()), [block.conv.weight.data_ptr() for block in network.blocks]
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     network(*inputs)  # the first call is checked against eager
     for is_arranged in (False, True, True, False, True):
         (arrangement.begin if is_arranged else arrangement.end)()
@@ -199,14 +199,14 @@ def test_graphs_use_arranged_weights_and_copy_others(network, registry):
 
 def test_no_replay_on_weights_in_another_layout(network):
     class Recorded(ArrangingHost):
-        def unrepeatable(self, context, strings):
+        def capture_blocker(self, context, strings):
             return None
 
         def steps(self, context):
             return FEWEST_STEPS
 
     recordings = StepReplay(network, Recorded(), CPU, Counters(), repeat)
-    arrangement = Arrangement(network, CPU)
+    arrangement = ChannelsLastWeights(network, CPU)
     inputs = network.inputs(sizes())
     expected = network(*inputs)
     arrangement.begin()

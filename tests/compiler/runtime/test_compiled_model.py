@@ -12,14 +12,14 @@ import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.jobs import CompileJobs
-from compiled_graphs.compiler.compile_cache.graph_cache import MAX_STRUCTURES, GraphCache
+from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES, GraphCache
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.runtime.graph_supply import CannotCallAhead
 from compiled_graphs.compiler.runtime.running_call import RunningCall, entered
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_manifest, write_graphs
 from compiled_graphs.compiler.storage.store import FolderStore
 from compiled_graphs.compiler.storage.trust import Trust
-from compiled_graphs.compiler.tracing.shape_discovery import FIRST
+from compiled_graphs.compiler.tracing.shape_discovery import SMALL
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -374,7 +374,7 @@ def test_another_network_of_blocks_of_the_same_code_is_asked_itself(network, tmp
         lambda notes: {},
         lambda notes: [1],
         lambda notes: [{"region": "block"}],
-        lambda notes: [notes[0] | {"structure": "["}],
+        lambda notes: [notes[0] | {"signature": "["}],
         lambda notes: [notes[0] | {"inputs": []}],
         lambda notes: [notes[0] | {"inputs": [[[0, 1, 16], [True, True, False]]]}],
         lambda notes: [notes[0] | {"inputs": [[[2, 1, 16], [True, True, False]]]}],
@@ -384,8 +384,8 @@ def test_another_network_of_blocks_of_the_same_code_is_asked_itself(network, tmp
         lambda notes: [notes[0] | {"inputs": 5}],
         lambda notes: [notes[0] | {"region": 5}],
         lambda notes: [notes[0] | {"fingerprint": ["a"]}],
-        lambda notes: [notes[0] | {"structure": "[" * 100_000}],
-        lambda notes: [notes[0] | {"structure": json.dumps([["list", [["int", 1]] * 100_000], []])}],
+        lambda notes: [notes[0] | {"signature": "[" * 100_000}],
+        lambda notes: [notes[0] | {"signature": json.dumps([["list", [["int", 1]] * 100_000], []])}],
         lambda notes: 5,
         lambda notes: notes * 300,
     ],
@@ -423,18 +423,18 @@ def test_a_note_that_somebody_else_wrote_is_made_anew(tmp_path):
         assert note.read_bytes() == whole
 
 
-def other_structures(notes, count):
+def other_signatures(notes, count):
     """The same block, called with a number more, another one each time."""
-    ((outline, *rest),) = [json.loads(notes[0]["structure"])]
+    ((outline, *rest),) = [json.loads(notes[0]["signature"])]
     texts = [json.dumps([[*outline[:1], [*outline[1], [["str", "n"], ["int", n]]]], *rest]) for n in range(count)]
-    return [notes[0] | {"structure": text} for text in texts]
+    return [notes[0] | {"signature": text} for text in texts]
 
 
-@pytest.mark.parametrize(("count", "asks"), [(MAX_STRUCTURES, 2), (MAX_STRUCTURES + 1, 4), (300, 4)])
+@pytest.mark.parametrize(("count", "asks"), [(MAX_SIGNATURES, 2), (MAX_SIGNATURES + 1, 4), (300, 4)])
 def test_a_note_of_more_graphs_than_a_block_may_have_is_made_anew(tmp_path, monkeypatch, count, asks):
     asked = Asked()
     prepared_in_a_new_process(tmp_path, asked, transformer())
-    edit_note(tmp_path, lambda notes: other_structures(notes, count))
+    edit_note(tmp_path, lambda notes: other_signatures(notes, count))
     monkeypatch.setattr(GraphCache, "get_or_compile_all", lambda *_: iter(()))  # what is wanted is the question
     prepared_in_a_new_process(tmp_path, asked, transformer())
     assert asked.times == asks
@@ -546,7 +546,7 @@ def test_forwards_name_the_regions(registry):
 
 def test_a_region_whose_sizes_cannot_be_told_apart_does_not_keep_others_from_compiling(registry):
     def colliding(network, at):
-        batch, tokens, others = (2, 2, 4) if at.batch == FIRST.batch else (3, 5, 3)
+        batch, tokens, others = (2, 2, 4) if at.batch == SMALL.batch else (3, 5, 3)
         network.first(*network.inputs(at))
         return network.second(torch.randn(batch, tokens, WIDTH), unused=torch.randn(others))
 
@@ -635,9 +635,9 @@ def test_what_a_list_leads_to_has_the_key_that_a_call_leads_to(registry):
 @pytest.mark.parametrize(
     "change",
     [
-        {"structure": "[]"},
-        {"structure": "nonsense"},
-        {"structure": '[["dict",[[["str","x"],["tensor",3,"torch.nonsense","cpu"]]]],[]]'},
+        {"signature": "[]"},
+        {"signature": "nonsense"},
+        {"signature": '[["dict",[[["str","x"],["tensor",3,"torch.nonsense","cpu"]]]],[]]'},
         {"fingerprint": "another"},
         {"hints": (0, 7, WIDTH)},
         {"hints": (2**40, 7, WIDTH)},
@@ -664,12 +664,12 @@ def test_a_list_cannot_make_a_machine_compile_without_end(registry):
     network = transformer()
     graphs, _ = written(network, Trust())
     spec = graphs[0].spec
-    texts = [graphs[0].structure.replace('"x"', f'"x{number}"') for number in range(50)]
-    many = [replace(graphs[0], structure=text, spec=spec) for text in texts]
+    texts = [graphs[0].signature.replace('"x"', f'"x{number}"') for number in range(50)]
+    many = [replace(graphs[0], signature=text, spec=spec) for text in texts]
     compiled = install(network, registry)
     compiled.compile_listed(many)
-    assert compiled.counters.compiles <= MAX_STRUCTURES
-    assert len(compiled.summary().reasons) <= MAX_STRUCTURES
+    assert compiled.counters.compiles <= MAX_SIGNATURES
+    assert len(compiled.summary().reasons) <= MAX_SIGNATURES
 
 
 def test_a_cancelled_list_keeps_what_is_done(registry):

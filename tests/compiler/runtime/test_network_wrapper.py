@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, CodingEntrance, Entrance
+from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper
 from compiled_graphs.compiler.runtime.region_forward import _thread
 from compiled_graphs.compiler.runtime.running_call import running_call
 from torch import nn
@@ -53,7 +53,7 @@ class FakeCompiledModel:
         self.ended.append(call)
 
 
-def enter(network, kind=Entrance, inner=None, compiled=None, **options):
+def enter(network, kind=NetworkWrapper, inner=None, compiled=None, **options):
     entrance = kind(network, "forward", inner, compiled or FakeCompiledModel(), **options)
     network.forward = entrance
     return entrance
@@ -137,7 +137,7 @@ def test_a_deep_copy_enters_its_own_network():
 def test_overflow_in_graphs_is_redone_with_the_same_draws():
     network = Overflowing()
     told = []
-    enter(network, CodingEntrance).on_broken = told.append
+    enter(network, VAEWrapper).on_broken = told.append
     torch.manual_seed(3)
     drawn = torch.rand(1)
     torch.manual_seed(3)
@@ -148,7 +148,7 @@ def test_overflow_in_graphs_is_redone_with_the_same_draws():
 def test_overflow_in_eager_too_is_not_reported():
     network = Overflowing(always=True)
     told = []
-    enter(network, CodingEntrance).on_broken = told.append
+    enter(network, VAEWrapper).on_broken = told.append
     assert not torch.isfinite(network(torch.ones(1))).any()
     assert told == []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.compile_cache.graph_cache import MAX_STRUCTURES
+from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES
 from compiled_graphs.compiler.runtime.region_kinds import MAX_STATES
 from networks import (
     WIDTH,
@@ -537,11 +537,11 @@ def test_a_number_that_changes_at_every_call_compiles_a_bounded_number_of_times(
     running = []
     compiled = install(network, registry, current_call=lambda: running[-1])
     x = tokens()
-    for step in range(MAX_STRUCTURES + 4):
+    for step in range(MAX_SIGNATURES + 4):
         scale = 1.0 + step / 8
         running.append(call_with(scale=scale))
         same(network(x, scale=scale), reference(x, scale=scale))
-    assert compiled.counters.compiles == MAX_STRUCTURES
+    assert compiled.counters.compiles == MAX_SIGNATURES
     (reason,) = reasons(compiled)
     assert "keeps changing" in reason
     assert compiled.counters.eager_calls[reason] == 8
@@ -569,11 +569,11 @@ class Program(Host):
     weight_hooks = frozenset({"weight_function"})
     volatile_attributes = frozenset({"weight_function"})
 
-    def stand_in(self, name, literals, hooks):
+    def placeholder_for(self, name, string_constants, patch_points):
         return {}
 
-    def reaches(self, context, literals):
-        patched = literals & (context.get("host_options") or {}).keys()
+    def unsupported_patch(self, context, string_constants):
+        patched = string_constants & (context.get("host_options") or {}).keys()
         return f"a patch ({', '.join(sorted(patched))})" if patched else None
 
 

@@ -45,7 +45,7 @@ CALLS: list = []
 class Options(Host):
     context_arguments = frozenset({"options"})
 
-    def unrepeatable(self, context, literals):
+    def capture_blocker(self, context, string_constants):
         return (context.get("options") or {}).get("reason")
 
     def steps(self, context):
@@ -104,7 +104,7 @@ def x(batch=2):
 def test_the_third_call_of_a_kind_is_replayed_with_its_own_inputs(network):
     recordings = serving(network)
     assert [python_calls(recordings, network, x(), time=torch.randn(2)) for _ in range(5)] == [1, 2, 0, 0, 0]
-    assert (recordings._counters.recordings, recordings._counters.replays) == (1, 3)
+    assert (recordings._counters.captures, recordings._counters.replays) == (1, 3)
 
 
 def test_a_result_is_not_overwritten_by_the_next(network):
@@ -161,7 +161,7 @@ def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_recordings(net
 
 
 def test_a_plain_host_vouches_for_nothing():
-    assert Host().unrepeatable({}, frozenset())
+    assert Host().capture_blocker({}, frozenset())
 
 
 def change_weight(network):
@@ -241,7 +241,7 @@ def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
     recordings = serving(network)
     for _ in range(3):
         serve(recordings, lambda x: x, (x(),), {})
-    assert recordings._counters.recordings == 0
+    assert recordings._counters.captures == 0
     assert recordings.reason == "weights that are not all on the GPU"
 
 
@@ -257,7 +257,7 @@ def test_disturbed_calls_are_not_captured(network, event):
             return network(*args)
 
         serve(recordings, disturbed, (x(),), {}, running)
-    assert recordings._counters.recordings == 0
+    assert recordings._counters.captures == 0
 
 
 @pytest.mark.parametrize("change", [{"retired": "it failed its check"}, {"is_evicted": True}])
@@ -481,7 +481,7 @@ def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_w
     for _ in range(4):
         item = x()
         torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
-    assert recordings._counters.recordings == 0
+    assert recordings._counters.captures == 0
     assert recordings.reason == "the model waits for the GPU within a step (aten._local_scalar_dense)"
 
 
@@ -523,7 +523,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     for _ in range(4):
         item = torch.ones(2, 4, device=device)
         torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
-    assert recordings._counters.recordings == 0
+    assert recordings._counters.captures == 0
     assert torch.cuda.current_stream() == stream
     assert torch.randn(1 << 20, device=device).std().item() == pytest.approx(1, abs=0.01)
     recordings.forget()

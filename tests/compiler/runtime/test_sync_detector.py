@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.runtime.sync_detector import WaitWatch
+from compiled_graphs.compiler.runtime.sync_detector import SyncDetector
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def found(function):
     numbers = torch.arange(6.0, device=DEVICE).reshape(2, 3)
-    with WaitWatch(DEVICE) as watch:
+    with SyncDetector(DEVICE) as watch:
         function(numbers)
     return watch.found
 
@@ -49,20 +49,20 @@ def test_other_operators_are_not_found(function):
 
 
 def test_sync_on_another_device_is_ignored():
-    with WaitWatch(torch.device("meta")) as watch:
+    with SyncDetector(torch.device("meta")) as watch:
         torch.ones(3).sum().item()
         torch.empty(3, device="meta").sum()
     assert watch.found == ""
 
 
 def test_copy_between_devices_is_a_sync():
-    with WaitWatch(torch.device("meta")) as watch:
+    with SyncDetector(torch.device("meta")) as watch:
         torch.ones(3).to("meta")
     assert watch.found == "aten._to_copy"
 
 
 def test_first_sync_is_kept_and_results_are_unchanged():
-    with WaitWatch(DEVICE) as watch:
+    with SyncDetector(DEVICE) as watch:
         numbers = torch.ones(3, device=DEVICE)
         assert numbers.sum().item() == 3
         assert numbers.nonzero().shape == (3, 1)

@@ -178,7 +178,7 @@ def test_context_argument_is_the_hosts_placeholder():
     class Program(Host):
         context_arguments = frozenset({"host_options"})
 
-        def stand_in(self, name, strings, hooks):
+        def placeholder_for(self, name, strings, patch_points):
             asked.append((name, "block_patches" in strings))
             return {"block_patches": [torch.neg]}
 

@@ -6,7 +6,13 @@ import threading
 import pytest
 import torch
 from compiled_graphs.compiler.identity.call_signature import Unsupported
-from compiled_graphs.compiler.tracing.patch_ops import PatchFailed, WrongOutput, calling, register_operators, stand_in
+from compiled_graphs.compiler.tracing.patch_ops import (
+    PatchFailed,
+    WrongOutput,
+    calling,
+    placeholder,
+    register_operators,
+)
 
 CONSTANTS = json.dumps({"block_index": 3})
 
@@ -84,7 +90,7 @@ def test_calls_nest_and_threads_have_their_own():
 
 
 def test_a_stand_in_keeps_what_the_block_adds_to_the_options():
-    patch = stand_in("attn2", {"sigmas": None})
+    patch = placeholder("attn2", {"sigmas": None})
     options = {"sigmas": torch.ones(1), "n_heads": 8, "attn_precision": torch.float32, "block_index": 2}
 
     def call(hook, constants, q, k, v):
@@ -98,13 +104,13 @@ def test_a_stand_in_keeps_what_the_block_adds_to_the_options():
 
 def test_options_that_no_graph_can_hold_are_named():
     with pytest.raises(Unsupported, match="a patch that is given mask, which is no plain value"):
-        stand_in("attn2", {})(torch.ones(1), {"mask": torch.ones(1)})
+        placeholder("attn2", {})(torch.ones(1), {"mask": torch.ones(1)})
 
 
 def test_sizes_stay_symbols_through_an_operator():
     class Block(torch.nn.Module):
         def forward(self, x):
-            return stand_in("middle", {})(x * 2, {}) + 1
+            return placeholder("middle", {})(x * 2, {}) + 1
 
     batch = torch.export.Dim.AUTO
     program = torch.export.export(Block(), (torch.ones(3, 4),), dynamic_shapes=({0: batch},), strict=False)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from compiled_graphs.compiler.tracing.shape_discovery import FIRST, SECOND
+from compiled_graphs.compiler.tracing.shape_discovery import LARGE, SMALL
 from networks import ConvolutionNetwork, KeywordBlock, OptionsBlock, Stack, call_with, transformer, variants_of
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -106,30 +106,30 @@ def test_hints_of_symbols_differ_and_exceed_one():
 
 def test_second_call_is_the_example_if_sizes_collide():
     def extended(network, at):
-        tokens = 2 if at == FIRST else 7
+        tokens = 2 if at == SMALL else 7
         return network(torch.randn(at.batch, tokens, 16))
 
     (variant,) = variants_of(transformer(), extended)
-    assert variant.hints == ((SECOND.batch, 7, 16),)
+    assert variant.hints == ((LARGE.batch, 7, 16),)
 
 
 def test_a_call_with_a_size_of_one_is_no_example():
     def growing(network, at):
-        return network(torch.randn(at.batch, 1 if at == FIRST else 7, 16))
+        return network(torch.randn(at.batch, 1 if at == SMALL else 7, 16))
 
     (variant,) = variants_of(transformer(), growing)
-    assert variant.hints == ((SECOND.batch, 7, 16),)
+    assert variant.hints == ((LARGE.batch, 7, 16),)
 
 
 def test_block_with_colliding_sizes_is_left_out():
     def colliding(network, at):
-        batch, tokens, others = (2, 2, 4) if at == FIRST else (3, 5, 3)
+        batch, tokens, others = (2, 2, 4) if at == SMALL else (3, 5, 3)
         return network(torch.randn(batch, tokens, 16), unused=torch.randn(others))
 
     assert variants_of(Stack(KeywordBlock), colliding) == []
 
 
-def test_a_structure_that_depends_on_the_sizes_is_left_out():
+def test_a_signature_that_depends_on_the_sizes_is_left_out():
     def counted(network, at):
         return network(*network.inputs(at), shift=at.tokens)
 
@@ -176,8 +176,8 @@ def test_a_model_without_storage_can_be_probed():
 
 @pytest.mark.parametrize("halvings", [0, 1, 2, 3])
 def test_probe_sizes_differ_down_to_an_eighth(halvings):
-    for at in (FIRST, SECOND):
+    for at in (SMALL, LARGE):
         reduced = [at.batch, at.frames, at.tokens, at.height >> halvings, at.width >> halvings]
         assert len(set(reduced)) == len(reduced), (at, reduced)
-    for one, other in zip(dataclasses.astuple(FIRST), dataclasses.astuple(SECOND), strict=True):
+    for one, other in zip(dataclasses.astuple(SMALL), dataclasses.astuple(LARGE), strict=True):
         assert one != other

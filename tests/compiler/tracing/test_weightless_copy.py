@@ -4,7 +4,7 @@ import threading
 
 import torch
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.tracing.weightless_copy import skeleton, tensor_slots
+from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots, weightless_copy
 from networks import ResidualBlock, TransformerBlock, transformer
 from torch import nn
 
@@ -15,7 +15,7 @@ class Manager(Host):
 
 
 def copy_of(module, host=None):
-    return skeleton(module, host or Host(), lambda t: torch.empty_like(t, device="meta"))
+    return weightless_copy(module, host or Host(), lambda t: torch.empty_like(t, device="meta"))
 
 
 def names(module):

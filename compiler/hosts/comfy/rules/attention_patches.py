@@ -16,13 +16,13 @@ import torch
 
 from ....common.compare import disagreement
 from ....identity.context_options import Patches, TracedOptions, Unknown
-from ....tracing.patch_ops import stand_in
+from ....tracing.patch_ops import placeholder
 from ..comfy_compat import BLOCK, OPTIONS, PATCHES
 from ..comfy_compat import REPLACEMENTS as REPLACED
 
 OUTPUTS = ("attn1_output_patch", "middle_patch", "attn2_output_patch")
 REPLACEMENTS = ("attn1", "attn2")
-HOOKS = frozenset({*OUTPUTS, *REPLACEMENTS})
+PATCH_POINTS = frozenset({*OUTPUTS, *REPLACEMENTS})
 
 PLACES = frozenset(
     {BLOCK, "block_index", "block_type", "total_blocks", "transformer_index", "activations_shape", "original_shape"}
@@ -30,19 +30,19 @@ PLACES = frozenset(
 """Options that say where a call is. One graph serves equal blocks at several places, so they are unknown to it."""
 
 _ALL = "*"
-_LOOKED_UP = frozenset({"n_heads", "dim_head", "attn_precision", *HOOKS})
+_LOOKED_UP = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
 """What the code of that block names."""
 
 
-def can_be_operators(strings: frozenset[str]) -> bool:
+def can_be_operators(string_constants: frozenset[str]) -> bool:
     """Whether code with these string constants is that block's, or has it inside."""
-    return strings >= _LOOKED_UP
+    return string_constants >= _LOOKED_UP
 
 
-def hooks_of(options: Mapping[str, Any], strings: frozenset[str]) -> str:
-    """Return the hooks of a call in a canonical form, such as "attn2:0,1;middle_patch"."""
+def patch_points_of(options: Mapping[str, Any], string_constants: frozenset[str]) -> str:
+    """Return the patch points of a call in a canonical form, such as "attn2:0,1;middle_patch"."""
     patches, replaced = options.get(PATCHES), options.get(REPLACED)
-    if not (patches or replaced) or not can_be_operators(strings):
+    if not (patches or replaced) or not can_be_operators(string_constants):
         return ""
     found = [f"{name}:{where}" for name in REPLACEMENTS if (where := _where(replaced, name, options.get(BLOCK)))]
     return ";".join([*found, *(name for name in OUTPUTS if (patches or {}).get(name))])
@@ -58,19 +58,19 @@ def _where(replaced: Mapping[str, Mapping[tuple, Any]] | None, name: str, block:
     return ",".join(str(n) for n in sorted(key[2] for key in blocks if key[:-1] == tuple(block) and len(key) == 3))
 
 
-def traced_options(own: Mapping[str, Any], hooks: str) -> TracedOptions:
-    """Return options to trace with: operators in place of patches. Raises ValueError if `hooks` make no sense."""
+def traced_options(own: Mapping[str, Any], patch_points: str) -> TracedOptions:
+    """Return options to trace with: operators in place of patches. Raises ValueError for points that do not exist."""
     options = TracedOptions({**own, PATCHES: {}, REPLACED: {}}, PLACES)
     replaced = {name: Patches() for name in REPLACEMENTS}
-    for hook in hooks.split(";") if hooks else ():
+    for hook in patch_points.split(";") if patch_points else ():
         name, _, where = hook.partition(":")
-        if name not in HOOKS:
+        if name not in PATCH_POINTS:
             raise ValueError(f"no hook is named {name}")
         if where and where != _ALL:
             where = ",".join(str(int(number)) for number in where.split(","))
         elif name in REPLACEMENTS and not where:
             raise ValueError(f"no block for {name}")
-        patch = stand_in(name, {*own, *PLACES} - {"block_index"})  # the call's options say the others
+        patch = placeholder(name, {*own, *PLACES} - {"block_index"})  # the call's options say the others
         if name in OUTPUTS:
             dict.__getitem__(options, PATCHES)[name] = [patch]
         else:
@@ -118,8 +118,8 @@ class RecordedPatches:
     A patch may draw random numbers or count its calls: it is called once for each call of a block, checked or not.
     """
 
-    def __init__(self, options: dict[str, Any], hooks: str) -> None:
-        names = {hook.partition(":")[0] for hook in hooks.split(";")}
+    def __init__(self, options: dict[str, Any], patch_points: str) -> None:
+        names = {hook.partition(":")[0] for hook in patch_points.split(";")}
         self._seen: dict[tuple[str, int], deque[tuple[tuple[torch.Tensor, ...], torch.Tensor]]] = defaultdict(deque)
         self.error = ""
         """How what the graph gave to a patch differs from what the block gave."""
@@ -178,9 +178,9 @@ class RecordedPatches:
         return result
 
 
-def patch_names(options: Mapping[str, Any], hooks: str) -> frozenset[str]:
-    """Return the names of the functions behind the hooks."""
-    names = {hook.partition(":")[0] for hook in hooks.split(";")}
+def patch_names(options: Mapping[str, Any], patch_points: str) -> frozenset[str]:
+    """Return the names of the functions behind the patch points."""
+    names = {hook.partition(":")[0] for hook in patch_points.split(";")}
     patches = [p for name in names & {*OUTPUTS} for p in options[PATCHES][name]]
     patches += [p for name in names & {*REPLACEMENTS} for p in options[REPLACED][name].values()]
     return frozenset(f"{p.__module__}.{getattr(p, '__qualname__', type(p).__qualname__)}" for p in patches)

@@ -98,56 +98,57 @@ class ComfyHost(Host):
             return None
         return _LAYER_SETTINGS.union(*(vars(base).get("__constants__", ()) for base in cls.__mro__))
 
-    def arranges(self, region: nn.Module) -> bool:
+    def uses_channels_last(self, region: nn.Module) -> bool:
         """Blocks of UNets, on a core that says when a sampling begins and ends (2025)."""
         is_of_unet = type(region).__module__ in _UNET_MODULES
         return is_of_unet and comfy_compat.announces_samplings()
 
-    def stand_in(self, name: str, strings: frozenset[str], hooks: str) -> TracedOptions:
+    def placeholder_for(self, name: str, string_constants: frozenset[str], patch_points: str) -> TracedOptions:
         """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
-        own = {ATTENTION_OVERRIDE: opaque_attention} if ATTENTION_OVERRIDE in strings else {}
-        return attention_patches.traced_options(own, hooks)
+        own = {ATTENTION_OVERRIDE: opaque_attention} if ATTENTION_OVERRIDE in string_constants else {}
+        return attention_patches.traced_options(own, patch_points)
 
-    def hooks(self, context: Mapping[str, Any], strings: frozenset[str]) -> str:
-        return attention_patches.hooks_of(context.get(OPTIONS) or {}, strings)
+    def patch_points(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str:
+        return attention_patches.patch_points_of(context.get(OPTIONS) or {}, string_constants)
 
     def patch_call(self, context: Mapping[str, Any]) -> PatchCall:
         return attention_patches.PatchCalls(context[OPTIONS])
 
-    def record_patches(self, context: Mapping[str, Any], hooks: str) -> attention_patches.RecordedPatches:
-        return attention_patches.RecordedPatches(context[OPTIONS], hooks)
+    def record_patches(self, context: Mapping[str, Any], patch_points: str) -> attention_patches.RecordedPatches:
+        return attention_patches.RecordedPatches(context[OPTIONS], patch_points)
 
-    def leave_behind(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    def apply_writes(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         options = context.get(OPTIONS)
         if options is not None:
             options.update({name: fresh(value) for name, value in values.items()})
 
-    def patch_names(self, context: Mapping[str, Any], hooks: str) -> frozenset[str]:
-        return attention_patches.patch_names(context[OPTIONS], hooks)
+    def patch_names(self, context: Mapping[str, Any], patch_points: str) -> frozenset[str]:
+        return attention_patches.patch_names(context[OPTIONS], patch_points)
 
-    def adapt(self, twin: nn.Module) -> None:
+    def prepare_for_tracing(self, twin: nn.Module) -> None:
         """A VAE's attention chooses its function when it is built, and some of those look at free memory."""
         for module in twin.modules():
             if function := module.__dict__.get("optimized_attention"):
                 module.__dict__["optimized_attention"] = opaque_map_attention(function)
         multiply_weights(twin)
 
-    def reaches(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
+    def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
         options = context.get(OPTIONS) or {}
-        operators = attention_patches.HOOKS if attention_patches.can_be_operators(strings) else frozenset()
+        can_be_operators = attention_patches.can_be_operators(string_constants)
+        operators = attention_patches.PATCH_POINTS if can_be_operators else frozenset()
         for name, patches in options.get(PATCHES, {}).items():
-            if patches and name in strings and name not in operators:
+            if patches and name in string_constants and name not in operators:
                 return f"patch {name}"
         for name, blocks in options.get(REPLACEMENTS, {}).items():
-            if name in strings and name not in operators and _covers(blocks, options.get(BLOCK)):
+            if name in string_constants and name not in operators and _covers(blocks, options.get(BLOCK)):
                 return f"replacement patch {name}"
         for name in options:
-            if name in strings and name not in _BOOKKEEPING:
+            if name in string_constants and name not in _BOOKKEEPING:
                 return f"transformer option {name}"
         return None
 
-    def unrepeatable(self, context: Mapping[str, Any], strings: frozenset[str]) -> str | None:
+    def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
         """A step that no patch, wrapper or option that the network looks up can change."""
         options = context.get(OPTIONS) or {}
         if self.steps(context) < 1:
@@ -158,7 +159,7 @@ class ComfyHost(Host):
             return "a patch"
         if any(options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS, {}).values()):
             return "a wrapper of the network"
-        return self.reaches(context, strings)
+        return self.unsupported_patch(context, string_constants)
 
     def steps(self, context: Mapping[str, Any]) -> int:
         sigmas = (context.get(OPTIONS) or {}).get(STEPS)
@@ -170,7 +171,7 @@ class ComfyHost(Host):
     def is_cancellation(self, error: BaseException) -> bool:
         return comfy_compat.is_cancellation(error)
 
-    def give_back_cancellation(self) -> None:
+    def return_cancellation(self) -> None:
         comfy_compat.cancel_prompt()
 
     def is_cancelled(self) -> bool:

@@ -12,7 +12,7 @@ from .. import comfy_compat
 
 
 def multiply_weights(twin: nn.Module) -> None:
-    """Let scaled layers of a skeleton multiply the weight by its scale, whatever the size of the input.
+    """Let scaled layers of a weightless copy multiply the weight by its scale, whatever the size of the input.
 
     ComfyUI multiplies what is smaller, weight or input (`comfy.ops.scaled_fp8_ops`, without float8 products).
     Traced, that comparison would be a limit on sizes, another one for each layer. In a graph the

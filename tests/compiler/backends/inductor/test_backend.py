@@ -42,16 +42,16 @@ def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypat
 def test_nothing_is_recorded_where_torch_has_no_such_launcher(take_away):
     take_away(torch_compat.CachingAutotuner.path)
     network, counters = transformer().blocks[0], Counters()
-    recordings = StepReplay(network, Repeating(), CPU, counters, repeat, within=BACKEND.recording)
+    recordings = StepReplay(network, Repeating(), CPU, counters, repeat, within=BACKEND.capture_context)
     x = torch.randn(2, 9, WIDTH)
     for _ in range(3):
         torch.testing.assert_close(recordings.serve(network, (x,), {}, RunningCall(None)), network(x))
     assert "CachingAutotuner" in recordings.reason
-    assert counters.recordings == 0
+    assert counters.captures == 0
 
 
 class Repeating(Host):
-    def unrepeatable(self, context, literals):
+    def capture_blocker(self, context, string_constants):
         return None
 
     def steps(self, context):
@@ -63,7 +63,7 @@ def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights(
     network = transformer().to("cuda")
     block, graph = network.blocks[0], compiled_on_gpu(network)
     device = block.gate.device
-    recordings = StepReplay(block, Repeating(), device, Counters(), within=BACKEND.recording)
+    recordings = StepReplay(block, Repeating(), device, Counters(), within=BACKEND.capture_context)
     with torch.no_grad():
         for _ in range(4):
             x = torch.randn(2, 9, WIDTH, device=device)

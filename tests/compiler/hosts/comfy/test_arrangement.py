@@ -15,7 +15,7 @@ BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 def _arranged_here(monkeypatch, load):
     if not hasattr(load("tiny_sd15"), "add_callback_with_key"):
         pytest.skip("this ComfyUI does not say when a sampling begins")
-    monkeypatch.setattr(HOST, "arranged_on", frozenset({"cuda", "cpu"}), raising=False)
+    monkeypatch.setattr(HOST, "channels_last_on", frozenset({"cuda", "cpu"}), raising=False)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_module_without_a_name_costs_what_it_was_for(name, load, sample, regis
         if importlib.util.find_spec("folder_paths"):  # the package index's build has no server
             assert doctor_facts.running().store
         HOST.check_cancelled()
-        HOST.give_back_cancellation()
+        HOST.return_cancellation()
         HOST.is_cancelled()
         assert not HOST.is_cancellation(ValueError())
         assert isinstance(comfy_compat.torch_device(), torch.device)

@@ -342,7 +342,7 @@ def test_a_model_without_deep_blocks_comes_back_as_it_is(load):
 
 
 def test_steps_are_not_recorded_and_the_reason_is_said():
-    reason = HOST.unrepeatable(
+    reason = HOST.capture_blocker(
         {"transformer_options": {"sample_sigmas": torch.ones(21), "compiled_graphs.deep_cache": True}}, frozenset()
     )
     assert reason == "DeepCache, whose steps are not alike"

@@ -15,7 +15,7 @@ from compiled_graphs.compiler.hosts.comfy import synthetic_calls, worker_setup
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.fingerprint import Describer
 from compiled_graphs.compiler.identity.regions import find_regions
-from compiled_graphs.compiler.tracing.shape_discovery import wanted_variants
+from compiled_graphs.compiler.tracing.shape_discovery import discover_requests
 from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 
 NAMES = ["tiny_sd15", "tiny_sd15_inpaint", "tiny_svd", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
@@ -149,7 +149,7 @@ def test_a_worker_process_finds_the_same_key(load, sample, workers, name):
     known = fingerprints(network)
     call: Any = synthetic_calls.SamplingCall(model, HOST)
     device = next(network.parameters()).device
-    variants = wanted_variants(network, {r: known[r.path] for r in regions}, device, HOST, call)
+    variants = discover_requests(network, {r: known[r.path] for r in regions}, device, HOST, call)
     assert variants
     for variant in variants:
         workers.compile(variant, "eager")  # raises WorkerError if it is another block there

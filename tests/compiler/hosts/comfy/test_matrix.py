@@ -101,7 +101,7 @@ def test_cell(name, row, column, sample):
     plain = draw(sample, name, row, model, row.values[0])
     if row.change is not unchanged and row.acts:
         assert relative(expected[0], plain) > 1e-3, "the row does nothing"
-    # A structure that nobody foresaw may compile once.
+    # A signature that nobody foresaw may compile once.
     draw(sample, name, row, row.change(fast, row.values[0]), row.values[0])
     calls, before = totals.calls, totals.eager_calls.copy()
     with totals.expect(compiles=0, retired=0):

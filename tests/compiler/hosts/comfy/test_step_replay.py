@@ -106,7 +106,7 @@ def test_few_steps_are_replayed_where_recordings_outlive_a_sampling(model, sampl
 
 
 def test_the_switch_turns_them_off(model, sample, registry):
-    ours = compiled(model, record=False)
+    ours = compiled(model, capture=False)
     assert_image(sample, ours, model, 0)
 
 

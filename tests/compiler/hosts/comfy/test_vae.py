@@ -41,7 +41,7 @@ def known(load_vae) -> list:
 def warm(registry, known) -> Registry:
     """The test's own registry, with a small VAE's graphs in memory."""
     for graph in known:
-        registry._keep(graph)
+        registry.cache._keep(graph)
     return registry
 
 

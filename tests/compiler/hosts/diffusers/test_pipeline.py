@@ -469,7 +469,7 @@ def test_files_of_another_environment_name_the_field_that_differs(graphs, restar
     restart()
     monkeypatch.setattr(key, "code_version", lambda folder: "another")
     load_pipe(pipelines.sd15(), tmp_path)
-    assert any("made for identity" in message and "and this is another" in message for message in caplog.messages)
+    assert any("made for compiling" in message and "and this is another" in message for message in caplog.messages)
 
 
 def test_not_overwriting_is_said_and_changes_nothing(graphs, tmp_path):

@@ -9,17 +9,17 @@ import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.rules.attention_patches import (
-    HOOKS,
+    PATCH_POINTS,
     PatchCalls,
-    hooks_of,
     patch_names,
+    patch_points_of,
     traced_options,
 )
 from compiled_graphs.compiler.identity.call_signature import parse
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
-LITERALS = frozenset({"n_heads", "dim_head", "attn_precision", *HOOKS})
+LITERALS = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
 
 
 def first(q, k, v, options):
@@ -44,9 +44,9 @@ def options(block=("input", 4), **patches):
         ({"input_block_patch": [first]}, ""),
     ],
 )
-def test_hooks_are_those_that_the_block_will_look_up(given, hooks):
-    assert hooks_of(options(**given), LITERALS) == hooks
-    assert hooks_of(options(**given), frozenset({"attn2"})) == "", "another block's code"
+def test_hooks_are_those_that_the_block_will_look_up(given, patch_points):
+    assert patch_points_of(options(**given), LITERALS) == patch_points
+    assert patch_points_of(options(**given), frozenset({"attn2"})) == "", "another block's code"
 
 
 def test_the_function_for_one_transformer_comes_before_that_for_all():
@@ -81,11 +81,11 @@ def test_functions_are_told_apart_by_name():
 
 
 @pytest.mark.parametrize("hooks", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
-def test_hooks_of_a_file_that_make_no_sense_are_refused(hooks):
+def test_hooks_of_a_file_that_make_no_sense_are_refused(patch_points):
     with pytest.raises(ValueError):  # noqa: PT011  int() and we
-        traced_options({}, hooks)
-    structure, _ = parse(json.dumps([["dict", []], ["transformer_options"], hooks]))
-    assert structure.hooks == hooks
+        traced_options({}, patch_points)
+    signature, _ = parse(json.dumps([["dict", []], ["transformer_options"], patch_points]))
+    assert signature.patch_points == patch_points
 
 
 @pytest.fixture

@@ -1,0 +1,111 @@
+"""A request for one graph. Requests come from a call of the model, a file's list, or a note of an earlier process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..identity.call_signature import CallSignature, parse
+from ..identity.graph_spec import GraphIdentity
+from ..identity.regions import Region
+
+MAX_HINT = 2**20
+"""Upper bound for example sizes that come from a file."""
+MAX_SIGNATURE = 2**18
+"""Limit of characters in a call's signature that comes from a file."""
+
+
+@dataclass(frozen=True)
+class GraphRequest:
+    """A request for one graph: a region, a call signature, and which sizes are symbols."""
+
+    region: str
+    """The name that people are shown."""
+    module: nn.Module
+    """Any region of this kind. Only its code, settings and shapes matter, not its values."""
+    fingerprint: str
+    signature: CallSignature
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    hints: tuple[tuple[int, ...], ...]
+    """Example shapes. Sizes of different symbols differ, and none is 0 or 1: tracing takes equal
+    sizes for one symbol, and 0 and 1 for constants."""
+    symbolic: tuple[tuple[bool, ...], ...]
+    """For each size of each input, whether it is a symbol (a dynamic dimension)."""
+
+    @property
+    def sizes(self) -> list[list[int | str]]:
+        """Each input's sizes as a key holds them: a number, or "s" and a symbol's hint. Tracing can depend on hints."""
+        return [
+            [f"s{size}" if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True)]
+            for shape, symbols in zip(self.hints, self.symbolic, strict=True)
+        ]
+
+    def without_module(self) -> GraphRequest:
+        """Return a copy that keeps no model alive."""
+        return replace(self, module=nn.Module())
+
+    def with_signature(self, signature: CallSignature) -> GraphRequest | None:
+        """Return the request for a call whose other arguments differ, or None if its tensors differ as well."""
+        return replace(self, signature=signature) if signature.has_tensors_of(self.signature) else None
+
+    @classmethod
+    def like(cls, identity: GraphIdentity, region: Region, device: torch.device) -> GraphRequest:
+        """Return the request for the graph that a file describes. The description need not be trusted.
+
+        Raises ValueError if the description is inconsistent.
+        """
+        inputs = [(i.hints, i.symbolic) for i in identity.spec.inputs]
+        return cls._described(region.label, region.module, identity.fingerprint, identity.signature, inputs, device)
+
+    def note(self) -> dict[str, Any]:
+        """Return the request without its module and device, as values that JSON can hold."""
+        fields = {"region": self.region, "fingerprint": self.fingerprint, "signature": self.signature.text}
+        return fields | {"inputs": list(zip(self.hints, self.symbolic, strict=True))}
+
+    @classmethod
+    def noted(cls, note: Mapping[str, Any], device: torch.device) -> GraphRequest:
+        """Return the request that a note describes, without a module. The note need not be trusted.
+
+        Raises ValueError, KeyError or TypeError if the note is inconsistent.
+        """
+        inputs = [(tuple(hints), tuple(symbolic)) for hints, symbolic in note["inputs"]]
+        texts = [note[name] for name in ("region", "fingerprint", "signature")]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("the names are not strings")
+        return cls._described(texts[0], nn.Module(), *texts[1:], inputs, device)
+
+    @classmethod
+    def _described(
+        cls,
+        region: str,
+        module: nn.Module,
+        fingerprint: str,
+        signature_text: str,
+        inputs: Sequence[tuple[tuple[int, ...], tuple[bool, ...]]],
+        device: torch.device,
+    ) -> GraphRequest:
+        if len(signature_text) > MAX_SIGNATURE:
+            raise ValueError("the call has more arguments than any block takes")
+        signature, tensors = parse(signature_text)
+        if [(len(hints), len(symbolic)) for hints, symbolic in inputs] != [(ndim, ndim) for ndim, _ in tensors]:
+            raise ValueError("the inputs do not fit the signature of the call")
+        sizes = [pair for hints, symbolic in inputs for pair in zip(hints, symbolic, strict=True)]
+        if not all(type(size) is int and type(is_symbol) is bool for size, is_symbol in sizes):
+            raise ValueError("the example sizes are not numbers")
+        if not all(is_symbol < size < MAX_HINT for size, is_symbol in sizes):  # a symbol is at least 2
+            raise ValueError("no tensor has these example sizes")
+        return cls(
+            region=region,
+            module=module,
+            fingerprint=fingerprint,
+            signature=signature,
+            device=device,
+            dtypes=tuple(dtype for _, dtype in tensors),
+            hints=tuple(hints for hints, _ in inputs),
+            symbolic=tuple(symbolic for _, symbolic in inputs),
+        )
