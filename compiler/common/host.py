@@ -92,6 +92,10 @@ class Host:
         """
         return None
 
+    def is_own_code(self, module: str) -> bool:
+        """Whether a Python module is the host's own. Code of others may read any attribute of the host's layers."""
+        return True
+
     def setting(self, name: str, value: Any) -> Any:
         """Return the part of an instance attribute that decides what a region computes."""
         return value

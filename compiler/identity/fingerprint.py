@@ -70,6 +70,8 @@ class Code:
     digest: str
     string_constants: frozenset[str]
     obscure: str = ""
+    read_by_others: frozenset[str] = frozenset()
+    """The names that code of neither the host nor a library mentions: what it can read of the host's layers."""
 
 
 def fingerprint(module: nn.Module, host: Host) -> str:
@@ -95,10 +97,11 @@ def tensor_attributes(module: nn.Module, host: Host) -> list[str]:
     ]
 
 
-def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
+def settings_of(module: nn.Module, host: Host, read_by_others: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return the attributes of a module that can decide what it computes.
 
-    For a layer of the host's own, they are the attributes that the host lists, and methods that replace the class's.
+    For a layer of the host's own, they are the attributes that the host lists, those that the code of others reads,
+    and methods that replace the class's.
     """
     attributes = module.__dict__
     listed = host.layer_settings(module)
@@ -107,7 +110,8 @@ def settings_of(module: nn.Module, host: Host) -> dict[str, Any]:
         return {
             name: value
             for name, value in attributes.items()
-            if name in listed or (not host.is_volatile(name) and name != "forward" and _is_method(cls, name))
+            if name in listed
+            or (not host.is_volatile(name) and name != "forward" and (name in read_by_others or _is_method(cls, name)))
         }
     return {
         name: value
@@ -129,6 +133,16 @@ class Describer:
 
     def describe(self, module: nn.Module) -> Description:
         """Describe a region."""
+        names: frozenset[str] = frozenset()
+        while True:
+            description, code = self._describe(module, names)
+            if code.read_by_others <= names:
+                return description
+            names |= code.read_by_others
+
+    def _describe(self, module: nn.Module, read_by_others: frozenset[str]) -> tuple[Description, Code]:
+        """Describe a region, given the names that the code of others reads; return its code as well."""
+        settings_in = functools.partial(settings_of, host=self._host, read_by_others=read_by_others)
         values = _Values(self, {id(child): path for path, child in module.named_modules()})
         record: list[Any] = []
         roots: set[Any] = set()
@@ -137,11 +151,11 @@ class Describer:
             if values.paths[id(child)] != path:  # the module also stands at an earlier path
                 record.append([path, values.paths[id(child)]])
                 continue
-            self._watch.module(child)
+            self._watch.module(child, settings_in)
             roots.add(type(child))
             settings = {
                 name: values.describe(self._host.setting(name, value), f"{path}.{name}" if path else name)
-                for name, value in settings_of(child, self._host).items()
+                for name, value in settings_in(child).items()
             }
             tensors = {
                 name: [list(t.shape), str(t.dtype), _stride(t, is_arranged)]
@@ -153,7 +167,7 @@ class Describer:
         code = self.code(frozenset(roots | values.code))
         text = json.dumps([code.digest, record], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return Description(digest, code.string_constants, values.obscure or code.obscure)
+        return Description(digest, code.string_constants, values.obscure or code.obscure), code
 
     def code(self, roots: frozenset) -> Code:
         """Describe functions and classes, and all code that they lead to."""
@@ -365,6 +379,7 @@ class _Values:
 
 
 _MISSING = object()
+_MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
 _INERT = frozenset({"logging", "_thread", "threading", "contextlib", "contextvars", "_contextvars", "_io", "torch"})
 """Modules whose objects (loggers, locks, files, generators) do not decide what a block computes."""
 
@@ -379,6 +394,7 @@ class _CodeWalk:
         self._records: set[str] = set()
         self._strings: set[str] = set()
         self._attributes: set[str] = set()
+        self._read_by_others: set[str] = set()
         self._additions: list[tuple[str, str, types.FunctionType]] = []
         """Functions that somebody has added to a library's classes and modules: owner, name, function."""
 
@@ -393,7 +409,7 @@ class _CodeWalk:
             pending.extend(self._class(item) if isinstance(item, type) else self._function(item))
             pending.extend(self._values.code - seen)
         digest = hashlib.sha256("\n\n".join(sorted(self._records)).encode()).hexdigest()
-        return Code(digest, frozenset(self._strings), self._values.obscure)
+        return Code(digest, frozenset(self._strings), self._values.obscure, frozenset(self._read_by_others))
 
     def _replaced_in_torch(self) -> Iterator[types.FunctionType]:
         """Yield the functions that somebody has put in the place of torch's own."""
@@ -465,6 +481,9 @@ class _CodeWalk:
         self._records.add(source.text)
         self._strings.update(source.string_constants)
         self._attributes.update(source.attributes)
+        home = _home(item)
+        if not self._host.is_own_code(home) and not is_outside(home, self._host):
+            self._read_by_others |= source.attributes | source.string_constants
         # Names are resolved again each time: an extension may have replaced a helper since the last description.
         for chain in source.names:
             yield from self._resolve(item, chain, source)
@@ -488,8 +507,8 @@ class _CodeWalk:
                 self._values.describe(value, part)  # this watches the value
                 self._values.refuse(f"code that remembers things in a global ({qualified_name(item)}: {part})")
                 return
-            if isinstance(value, types.ModuleType) and _is_in(value.__name__, self._host.infrastructure):
-                reads_data = False  # the host changes its bookkeeping while it works
+            if isinstance(value, types.ModuleType) and _is_bookkeeping(value, self._host):
+                reads_data = False
             space = _space_of(value, chain[place + 1]) if place + 1 < len(chain) else None
         yield from self._value(f"{qualified_name(item)}: {'.'.join(chain)}", value, reads_data)
 
@@ -497,10 +516,22 @@ class _CodeWalk:
         value = getattr(value, "__wrapped__", value) if isinstance(value, functools._lru_cache_wrapper) else value
         if isinstance(value, types.FunctionType | type):
             yield value
+            yield from self._constructors(value) if isinstance(value, type) else ()
         elif isinstance(value, types.ModuleType | argparse.Namespace) or not reads_data:
             return
         elif not is_outside(type(value).__module__ or "builtins", self._host) or _is_data(value):
             self._note(name, self._values.describe(value, name))
+
+    def _constructors(self, cls: type) -> Iterator[types.FunctionType]:
+        """Yield the functions that make an object of a class that code names: it can be made within the call.
+
+        Layers were made before, and dataclasses' own constructors follow from their fields.
+        """
+        for base in () if issubclass(cls, nn.Module) else cls.__mro__:
+            for name in _MAKERS & vars(base).keys() if not is_outside(base.__module__, self._host) else ():
+                for function in functions_in(vars(base)[name]):
+                    if function.__code__.co_filename != "<string>":
+                        yield function
 
     def _note(self, name: str, description: Any) -> None:
         self._records.add(f"{name}={json.dumps(description, sort_keys=True)}")
@@ -510,6 +541,11 @@ def is_outside(module: str, host: Host) -> bool:
     """Whether a Python module belongs to a library or to the host's infrastructure."""
     root = module.partition(".")[0]
     return root in LIBRARIES or root in sys.stdlib_module_names or _is_in(module, host.infrastructure)
+
+
+def _is_bookkeeping(module: types.ModuleType, host: Host) -> bool:
+    """Whether a module's data changes while programs run: every import changes Python's, and the host its own."""
+    return module is sys or _is_in(module.__name__, host.infrastructure)
 
 
 def _is_in(module: str, prefixes: Iterable[str]) -> bool:

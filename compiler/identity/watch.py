@@ -43,9 +43,9 @@ class Watch:
         self._slots: dict[int, tuple[Any, tuple[str, ...], _Values]] = {}
         self._references: dict[int, tuple[weakref.ref, Any]] = {}
 
-    def module(self, module: nn.Module) -> None:
+    def module(self, module: nn.Module, settings: Settings | None = None) -> None:
         """Watch a module: its class, settings and children, and which of its tensors are present."""
-        self._modules.append(_Module(module, self._settings))
+        self._modules.append(_Module(module, settings or self._settings))
 
     def children(self, model: nn.Module, paths: Iterable[str]) -> None:
         """Watch which modules are at these paths, and which contain them."""

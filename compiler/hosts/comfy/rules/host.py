@@ -98,6 +98,10 @@ class ComfyHost(Host):
             return None
         return _LAYER_SETTINGS.union(*(vars(base).get("__constants__", ()) for base in cls.__mro__))
 
+    def is_own_code(self, module: str) -> bool:
+        """Extensions are imported from `custom_nodes`, and never as a part of ComfyUI's package."""
+        return module.partition(".")[0] == "comfy"
+
     def uses_channels_last(self, region: nn.Module) -> bool:
         """Blocks of UNets, on a core that says when a sampling begins and ends (2025)."""
         is_of_unet = type(region).__module__ in _UNET_MODULES
@@ -198,7 +202,7 @@ def _has_code_of_others(layer: nn.Module) -> bool:
 def _is_hosts(method: Any) -> bool:
     """Whether a function is of ComfyUI or a library. What is called and is no function is somebody else's."""
     home = getattr(method, "__globals__", {}).get("__name__", "")
-    return home.partition(".")[0] == "comfy" or is_outside(home, HOST)
+    return HOST.is_own_code(home) or is_outside(home, HOST)
 
 
 HOST = ComfyHost()

@@ -136,6 +136,53 @@ def test_attributes_that_a_replaced_method_reads_show(compiled, sample, monkeypa
                 assert same(sample(fast, NAME), sample(model, NAME))
 
 
+def replace_method_of_torch(patch, layers):
+    plain = nn.Conv2d._conv_forward
+    patch.setattr(nn.Conv2d, "_conv_forward", lambda self, *a: plain(self, *a) * getattr(self, "strength", 1.0))
+
+
+def replace_call(patch, layers):
+    plain = nn.Module.__call__
+
+    def call(self, *args, **kwargs):
+        result = plain(self, *args, **kwargs)
+        return result * self.strength if hasattr(self, "strength") else result
+
+    patch.setattr(nn.Module, "__call__", call)
+
+
+def replace_function_of_comfyui(patch, layers):
+    import comfy.ops
+
+    plain = comfy.ops.cast_bias_weight
+
+    def cast(s, *args, **kwargs):
+        weight, *rest = plain(s, *args, **kwargs)
+        return weight * vars(s).get("strength", 1.0), *rest
+
+    patch.setattr(comfy.ops, "cast_bias_weight", cast)
+    for layer in layers:
+        patch.setattr(layer, "comfy_cast_weights", True)
+
+
+@pytest.mark.parametrize("replace", [replace_method_of_torch, replace_call, replace_function_of_comfyui])
+def test_attributes_that_a_replaced_function_reads_show(compiled, sample, monkeypatch, replace):
+    """The function stays while its node writes other values on the layers, from one prompt to the next."""
+    model, fast = compiled
+    layers = convolutions(model.model.diffusion_model)
+    before = sample(fast, NAME)
+    with monkeypatch.context() as patch:
+        replace(patch, layers)
+        for strength in (None, 0.5, 1.5):
+            for layer in layers if strength else []:
+                patch.setattr(layer, "strength", strength, raising=False)
+            theirs = sample(model, NAME)
+            assert same(theirs, before) == (strength is None)
+            for _ in range(2):
+                assert same(sample(fast, NAME), theirs)
+    assert same(sample(fast, NAME), before)
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_an_object_patch_of_a_number_shows(load, registry, sample, order):
     model = load(NAME)

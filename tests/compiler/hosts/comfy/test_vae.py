@@ -96,7 +96,7 @@ def spoil(registry: Registry, change) -> None:
     def spoiled(executable):
         return lambda *tensors: [change(output) for output in executable(*tensors)]
 
-    for entry in registry._entries.values():
+    for entry in registry.cache._entries.values():
         entry.graph = replace(entry.graph, executable=spoiled(entry.graph.executable))
 
 
