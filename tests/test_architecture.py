@@ -97,8 +97,9 @@ def test_the_page_names_every_folder():
     assert [name for name in sorted({*folders, *FLOORS}) if f"{name}/" not in text] == []
 
 
-def test_files_on_the_page_are_there():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_on_the_page_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/]+\.(?:py|js|md|sh))`", text) if "/" in name}
     assert named
     assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in ("", "compiler"))] == []

@@ -3,10 +3,10 @@
 A diffusion network is a few kinds of block (regions), each repeated many times. A block is a function of its weights
 and its inputs, so one graph serves every block of a kind, with any weights, at any size:
 
-    regions, kinds    `region`, `region_kinds`    which blocks are equal, by what their code can read
-    requests          `probe`                     which graphs a call of the network wants
-    graphs            `graph_cache`               from memory, the store, or `trace` and a backend
-    calls             `region_forward`            look up the graph, guard, run; or run eagerly, for a counted reason
+    regions, kinds    `identity/regions`, `region_kinds`    which blocks are equal, by what their code can read
+    requests          `tracing/shape_discovery`             which graphs a call of the network needs
+    graphs            `compile_cache/graph_cache`           from memory, the store, or an export and a backend
+    calls             `region_forward`                      look up, guard, run; or run eagerly, for a counted reason
 
 Before a sampling `follow` sees whether the blocks are still what their graphs were made of. A graph is compared with
 eager before it serves, and one call in many afterwards (`canary`).

@@ -24,7 +24,7 @@ from .weightless_copy import weightless_copy
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one probe's call, in latent units."""
+    """The sizes of one call ahead, in latent units."""
 
     batch: int
     frames: int
@@ -45,7 +45,7 @@ present, lists the classes whose code it runs besides the model's."""
 
 @dataclass(frozen=True)
 class _ObservedCall:
-    """One call of a region during a probe."""
+    """One call of a region during a call ahead."""
 
     signature: CallSignature
     shapes: tuple[tuple[int, ...], ...]

@@ -68,7 +68,7 @@ class _Turns:
 
 
 turns = _Turns()
-"""Each call of a network takes a shared turn. A probe or a trace on another thread takes the exclusive one, because a
+"""Each call of a network takes a shared turn. A call ahead or a trace on another thread takes the exclusive one, because a
 call must not see the changes that are undone afterwards."""
 
 

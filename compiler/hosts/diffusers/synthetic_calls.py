@@ -1,6 +1,6 @@
 """Calls of diffusers' networks that were never made, and running ones repeated at other sizes.
 
-A call goes to a weightless copy of the network under fake tensors, to learn which graphs it wants (see `probe`). What a
+A call goes to a weightless copy of the network under fake tensors, to learn which graphs it needs. What a
 pipeline passes is known per class of network; of a running call, what is not a tensor is taken over, and so are
 tensors that the table does not have (masks, residuals of a ControlNet, image embeddings).
 """

@@ -214,6 +214,36 @@ def test_wrapped_forward_on_the_class_changes_fingerprint(load):
     assert of(module.Block()) != before
 
 
+HELPER = """class Scaled:
+    def __init__(self, x):
+        self.x = x * SCALE
+
+    def __enter__(self):
+        return self.x
+
+def unrelated(x):"""
+CALL = ("widen(self.linear(x))", "widen(Scaled(self.linear(x)).__enter__())")
+
+
+def test_a_constructor_that_runs_within_the_call_is_read(load):
+    edits = ("def unrelated(x):", HELPER), CALL
+    before = of(load(*edits).Block())
+    assert of(load(*edits, ("self.x = x * SCALE", "self.x = double(x) * SCALE")).Block()) != before
+    module = load(*edits)
+    module.Scaled.__init__ = lambda self, x: setattr(self, "x", -x)
+    assert of(module.Block()) != before
+
+
+def test_what_every_import_changes_is_no_constant(load, monkeypatch):
+    edits = ("SCALE = 2.0", "import sys\nSCALE = 2.0"), ("return double(x) + 1", "return double(x) + len(sys.modules)")
+    block = load(*edits).Block()
+    describer = Describer(Host())
+    before = describer.describe(block)
+    monkeypatch.setitem(sys.modules, "imported_since", types.ModuleType("imported_since"))
+    assert describer.watch.holds()
+    assert of(block) == before.fingerprint
+
+
 def test_a_helper_in_infrastructure_is_not_followed(load):
     class Program(Host):
         infrastructure = ("edited_blocks",)
