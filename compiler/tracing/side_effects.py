@@ -68,8 +68,8 @@ class _Turns:
 
 
 turns = _Turns()
-"""Each call of a network takes a shared turn. A call ahead or a trace on another thread takes the exclusive one, because a
-call must not see the changes that are undone afterwards."""
+"""Each call of a network takes a shared turn. A call ahead or a trace on another thread takes the exclusive one,
+because a call must not see the changes that are undone afterwards."""
 
 
 @contextmanager

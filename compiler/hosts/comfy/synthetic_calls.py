@@ -1,6 +1,6 @@
 """Calls of ComfyUI's networks that were never made: what sampling or decoding would pass, at any size.
 
-A call goes to a weightless copy of the network under fake tensors, to learn which graphs it wants (see `shape_discovery`).
+A call goes to a weightless copy of the network under fake tensors, to learn which graphs it needs.
 """
 
 from __future__ import annotations

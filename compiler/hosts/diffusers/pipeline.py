@@ -1,8 +1,8 @@
 """Compiled regions in diffusers' pipelines.
 
 A pipeline's networks are compiled in place: people pass pipelines around, move them, and let diffusers, PEFT and
-accelerate change them. So each region looks, call by call, whether it is still what it was (see `region_forward`), and a
-network that two pipelines share is compiled once.
+accelerate change them. So each region looks, call by call, whether it is still what it was (see `region_forward`).
+A network that two pipelines share is compiled once.
 """
 
 from __future__ import annotations

@@ -178,8 +178,8 @@ def test_attributes_that_a_replaced_function_reads_show(compiled, sample, monkey
                 patch.setattr(layer, "strength", strength, raising=False)
             theirs = sample(model, NAME)
             assert same(theirs, before) == (strength is None)
-            for _ in range(2):
-                assert same(sample(fast, NAME), theirs)
+            assert same(sample(fast, NAME), theirs)
+        assert same(sample(fast, NAME), theirs), "the first sampling was eager's, which proved the graphs"
     assert same(sample(fast, NAME), before)
 
 
