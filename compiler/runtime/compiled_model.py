@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
 
 import torch
 from torch import nn
@@ -32,29 +31,14 @@ from ..identity.regions import Region
 from ..storage.graph_file import StoredGraph
 from ..tracing.shape_discovery import ModelCall
 from .canary import Canary
-from .graph_supply import GraphSupply, OnProgress
+from .graph_supply import GraphSupply, OnProgress, no_progress
 from .region_forward import RegionForward
 from .region_kind import RegionKind
-from .region_kinds import RegionKinds, Target
+from .region_kinds import DEFAULTS, Options, RegionKinds, Target
 from .running_call import RunningCall
-from .summary import KindInUse, Progress, Summary, entries_of
+from .summary import KindInUse, Summary, entries_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What whoever compiles a model may choose."""
-
-    verify: bool = True
-    """Whether a graph is compared with eager before it serves."""
-    background: Background | None = None
-    """Where to compile what a call misses, while the call runs eagerly. Without it the call waits."""
-    on_change: Callable[[], None] = lambda: None
-    """Called, on any thread, when a running call has brought graphs, or one has failed its check."""
-
-
-def _ignore(progress: Progress) -> None: ...
 
 
 class CompiledModel:
@@ -66,7 +50,7 @@ class CompiledModel:
         regions: Iterable[Region],
         target: Target,
         cache: GraphCache,
-        options: Options = Options(),
+        options: Options = DEFAULTS,
     ) -> None:
         self.counters = Counters(parent=totals)
         self.pace = LatencyTracker()
@@ -80,11 +64,11 @@ class CompiledModel:
         self._forwards: weakref.WeakValueDictionary[str, RegionForward] = weakref.WeakValueDictionary()
         self._canary = Canary()
 
-    def prepare(self, call: ModelCall, on_progress: OnProgress = _ignore, name: str = "") -> None:
+    def prepare(self, call: ModelCall, on_progress: OnProgress = no_progress, name: str = "") -> None:
         """Provide the graphs that a call of the network will use: from memory, the store, or compiled now.
 
-        What a call with a name wants is remembered as long as the network lives. Between graphs the host may cancel;
-        what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
+        What a named call needs is remembered while the network lives. The host may cancel between graphs; what is done
+        is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
         """
         self._supply.prepare(call, on_progress, name)
 
@@ -96,11 +80,8 @@ class CompiledModel:
         """
         return self._supply.load(stored, keep)
 
-    def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = _ignore) -> None:
-        """Provide graphs like those of a file that cannot be loaded here. The file need not be trusted.
-
-        Between graphs the host may cancel.
-        """
+    def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = no_progress) -> None:
+        """Provide graphs like those that a file lists; it need not be trusted. The host may cancel between graphs."""
         self._supply.compile_listed(listed, on_progress)
 
     def forwards(self) -> dict[str, RegionForward]:

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 OnProgress = Callable[[Progress], None]
 
 
+def no_progress(progress: Progress) -> None:
+    """Take no note of progress."""
+
+
 class CannotCallAhead(Exception):
     """A model that cannot run under fake tensors with the inputs it was given; its own error is the cause."""
 

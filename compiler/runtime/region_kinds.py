@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -14,6 +14,7 @@ from torch import nn
 from ..backends.base import Backend
 from ..common.errors import one_line
 from ..common.host import Host
+from ..compile_cache.background_queue import Background
 from ..identity.call_signature import Unsupported
 from ..identity.fingerprint import Describer
 from ..identity.regions import Region
@@ -32,6 +33,21 @@ class Target:
     device: torch.device
     backend: Backend
     host: Host
+
+
+@dataclass(frozen=True)
+class Options:
+    """What whoever compiles a model may choose."""
+
+    verify: bool = True
+    """Whether a graph is compared with eager before it serves."""
+    background: Background | None = None
+    """Where to compile what a call misses, while the call runs eagerly. Without it the call waits."""
+    on_change: Callable[[], None] = lambda: None
+    """Called, on any thread, when a running call has brought graphs, or one has failed its check."""
+
+
+DEFAULTS = Options()
 
 
 class RegionKinds:
