@@ -63,13 +63,13 @@ def test_plain_prompts_have_all_nodes_but_ours(soak, prompts):
         assert not any(name.startswith("CG_") for name in classes(rest))
         assert rest.keys() == {key for key, node in prompt.nodes.items() if node["class_type"] not in soak.OURS}
         assert "CG_CompileModel" in classes(prompt.nodes)
-        assert ("CG_VAESpeedup" in classes(prompt.nodes)) == ("VAE Speedup" in prompt.signature)
+        assert ("CG_VAESpeedup" in classes(prompt.nodes)) == ("VAE Speedup" in prompt.structure)
 
 
 def test_each_row_comes_in_each_of_its_places(soak, prompts):
     places = {row.name: (" before", " after") if row.socket == "model" else ("",) for row in soak.ROWS}
     wanted = {name + place for name, ends in places.items() for place in ends}
-    assert {row for prompt in prompts for row in prompt.signature} == wanted | {"VAE Speedup"}
+    assert {row for prompt in prompts for row in prompt.structure} == wanted | {"VAE Speedup"}
 
 
 def test_row_placed_before_feeds_compile_model(soak, prompts):
@@ -81,7 +81,7 @@ def test_row_placed_before_feeds_compile_model(soak, prompts):
         before, after = feeds(prompt.nodes, soak.COMPILE), feeds(prompt.nodes, soak.SAMPLER)
         after = after[: after.index("CG_CompileModel")]
         placed = [f"{name} before" for name in before[:-1]] + [f"{name} after" for name in after]
-        assert sorted(placed) == [row for row in prompt.signature if row.endswith((" before", " after"))]
+        assert sorted(placed) == [row for row in prompt.structure if row.endswith((" before", " after"))]
 
 
 def test_nodes_that_comfyui_lacks_are_not_used(soak):

@@ -252,7 +252,6 @@ def probe(python: str) -> Found:
     return Found(version, None if capability is None else tuple(capability))
 
 
-@lru_cache(maxsize=1)
 def report(device: Any) -> dict[str, int]:
     """Return how many graphs OneFlow has built for a device, how often it was reset, and in which process."""
     return engine(torch.device(device)).report()

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -296,10 +295,9 @@ def test_missing_dtype_is_named(dtype, reason):
 
 
 @pytest.mark.oneflow
-def test_environment_names_oneflow_device_and_translation():
+def test_environment_names_oneflow_and_device():
     fields = BACKEND.environment(CPU)
     assert (fields["backend"], fields["oneflow"], fields["device"]) == ("oneflow", "0.9.0", "cpu")
-    assert re.fullmatch(r"[0-9a-f]{16}", fields["translation"])
 
 
 def test_missing_oneflow_says_how_to_get_it(monkeypatch):

@@ -32,7 +32,7 @@ def options(block=("input", 4), **patches):
 
 
 @pytest.mark.parametrize(
-    ("given", "hooks"),
+    ("given", "patch_points"),
     [
         ({}, ""),
         ({"attn2": {("input", 4): first}}, "attn2:*"),
@@ -80,7 +80,7 @@ def test_functions_are_told_apart_by_name():
     assert patch_names(options(attn2={("input", 4): first}), "attn2:*") == {f"{__name__}.first"}
 
 
-@pytest.mark.parametrize("hooks", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
+@pytest.mark.parametrize("patch_points", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
 def test_hooks_of_a_file_that_make_no_sense_are_refused(patch_points):
     with pytest.raises(ValueError):  # noqa: PT011  int() and we
         traced_options({}, patch_points)
