@@ -69,7 +69,7 @@ def test_recordings_end_with_the_sampling(model, sample, registry, own_memory):
     ours = compiled(model)
     sample(ours, "tiny_sd15", steps=STEPS)
     recordings = ours.object_patches["diffusion_model.forward"].step_replay
-    assert counters(ours).recordings == 1
+    assert counters(ours).captures == 1
     assert not recordings._states
     assert recordings._tensors is None
 
