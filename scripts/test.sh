@@ -9,8 +9,8 @@ which=()
 if [ "${1:-}" = fast ]; then
     shift
     which=(-m 'not server and not compiler')
-    # Whole models, in ComfyUI and diffusers, and processes that compile: minutes.
-    for path in compiler/hosts compiler/compile_cache/test_worker_pool.py test_examples.py; do
+    # Whole models, in ComfyUI and diffusers, installing, and processes that compile: minutes.
+    for path in compiler/hosts compiler/compile_cache/test_worker_pool.py compiler/common/test_torch_compat.py test_examples.py test_install.py; do
         which+=(--ignore "$ROOT/tests/$path")
     done
 fi
