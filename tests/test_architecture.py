@@ -17,7 +17,7 @@ FLOORS = (
 )
 """A module imports from its own folder and from those to its right. Entry points import anything."""
 COMFYUI = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "execution", "folder_paths", "nodes", "server"}
-COMPAT = "compiler/common/torch_compat"
+COMPAT = "compiler/common/torch_compat/__init__"
 PUBLIC = {"torch", "torch.nn", "torch.ops"}
 """Modules that are everybody's, though they have names in them that are not."""
 WITHOUT_TORCH = [f"compiler/backends/oneflow/{name}" for name in ("operators", "instances", "serve", "version")]

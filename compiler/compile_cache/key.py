@@ -26,6 +26,7 @@ def environment(backend: Backend, device: torch.device, host: Host) -> dict[str,
     return backend.environment(device) | {
         "identity": code_version(_COMPILER / "identity"),
         "tracing": code_version(_COMPILER / "tracing"),
+        "torch_compat": code_version(_COMPILER / "common" / "torch_compat"),
         "compiling": code_version(Path(inspect.getfile(type(backend))).parent),
         "host": code_version(host.folder / RULES) if host.folder else "",
     }
@@ -33,8 +34,8 @@ def environment(backend: Backend, device: torch.device, host: Host) -> dict[str,
 
 def request_version(host: Host) -> str:
     """Return a version of the code that finds out which graphs a model needs."""
-    folders = [_COMPILER / "identity", _COMPILER / "tracing", *([host.folder] if host.folder else [])]
-    return " ".join(map(code_version, folders))
+    ours = [_COMPILER / "identity", _COMPILER / "tracing", _COMPILER / "common" / "torch_compat"]
+    return " ".join(map(code_version, [*ours, *([host.folder] if host.folder else [])]))
 
 
 @lru_cache

@@ -59,14 +59,14 @@ class CompileRequest:
 
     @classmethod
     def of(cls, request: GraphRequest, weightless_copy: nn.Module, backend: str) -> CompileRequest:
-        """Return an order with `weightless_copy` in place of the request's module. The signature is sent as text."""
+        """Return the request with `weightless_copy` in place of the request's module. The signature is sent as text."""
         bare = replace(request, module=weightless_copy, signature=None)
         return cls(bare, request.signature.text, backend)
 
 
 @dataclass(frozen=True)
 class CompileResult:
-    """The answer to one order: a graph or an error."""
+    """The answer to one request: a graph or an error."""
 
     spec: GraphSpec | None = None
     executable: bytes = b""
@@ -74,7 +74,7 @@ class CompileResult:
 
 
 def main() -> None:
-    """Answer orders from standard input until it ends. It ends when the process at its other end does."""
+    """Answer requests from standard input until it ends. It ends when the process at its other end does."""
     source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # printed text must not get between messages
     logging.disable(logging.WARNING)  # the process that started this one has logged it
@@ -119,7 +119,7 @@ def send(target: BinaryIO, message: Any) -> None:
 
 
 def _next(source: BinaryIO, target: BinaryIO) -> CompileRequest | None:
-    """Return the next order, or None at the end. Answers orders whose module cannot be imported here."""
+    """Return the next request, or None at the end. Answers requests whose module cannot be imported here."""
     while True:
         try:
             return receive(source)

@@ -19,6 +19,7 @@ COMPILER = Path(compile_cache.__file__).resolve().parents[1]
 FOLDERS = {
     "identity": "identity",
     "tracing": "tracing",
+    "torch_compat": "common/torch_compat",
     "compiling": "backends/eager",
     "host": "hosts/comfy/rules",
 }
