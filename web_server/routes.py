@@ -71,7 +71,7 @@ def register() -> bool:
         return await _answer(request, _save)
 
     @server.routes.post(DROP)
-    async def drop(request: web.Request) -> web.Response:
+    async def evict(request: web.Request) -> web.Response:
         return await _answer(request, _drop)
 
     return True
@@ -148,7 +148,7 @@ def _drop(fields: Mapping[str, Any]) -> str:
         raise Refused(404, f"There is no workflow '{workflow}' in the registry; it was dropped, or has not run yet.")
     keys = home.keep(workflow)  # This can take seconds, so the queue is not held meanwhile.
     with _no_prompt_running():
-        count = home.drop(workflow, keys)
+        count = home.evict(workflow, keys)
     return f"{count} graphs dropped from memory; they come from disk when the workflow runs again."
 
 

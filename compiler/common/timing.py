@@ -87,15 +87,15 @@ class _Size:
     on_gpu: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=partial(deque, maxlen=MAX_KEPT))
     """Events at both ends of calls that the GPU may not have come to yet."""
 
-    def settle(self) -> None:
-        """Read what the GPU has done. Only on a thread that runs models: asking can spoil another one's recording."""
+    def drain_events(self) -> None:
+        """Read what the GPU has done. Only on a thread that runs models: asking can spoil another one's capture."""
         while self.on_gpu and self.on_gpu[0][1].query():
             start, end = self.on_gpu.popleft()
             self.seconds.append(start.elapsed_time(end) / 1000)
 
 
 class LatencyTracker:
-    """Times the calls of a network, but for those in which something is compiled, loaded, checked or recorded.
+    """Times the calls of a network, but for those in which something is compiled, loaded, checked or captured.
 
     On a GPU the time is the GPU's own, between two events: the host runs ahead of it, and nobody waits here.
     """
@@ -110,21 +110,21 @@ class LatencyTracker:
     ) -> Iterator[None]:
         """Time the call inside the block, unless it says at the end that it had something to set up."""
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        mark = None if first is None else _mark(first.device)
-        if mark is None:
+        start = None if first is None else _record_event(first.device)
+        if start is None:
             yield
             return
         yield
-        end = _mark(first.device)
+        end = _record_event(first.device)
         if end is None or had_setup():
             return
         with self._lock:
             size = self._size(method, tuple(first.shape))
-            if isinstance(mark, float):
-                size.seconds.append(end - mark)
+            if isinstance(start, float):
+                size.seconds.append(end - start)
             else:
-                size.on_gpu.append((mark, end))
-                size.settle()
+                size.on_gpu.append((start, end))
+                size.drain_events()
 
     def figures(self) -> list[CallTime]:
         """Return the figures of each size, the one called last at the end."""
@@ -143,7 +143,7 @@ class LatencyTracker:
         return size
 
 
-def _mark(device: torch.device) -> float | torch.cuda.Event | None:
+def _record_event(device: torch.device) -> float | torch.cuda.Event | None:
     """Return the moment that a device has come to, or None if there is no telling."""
     if device.type == "cpu":
         return time.perf_counter()

@@ -41,10 +41,10 @@ class Setup:
     """The settings that make a new process work like the one that starts it."""
 
     sys_path: tuple[str, ...]
-    begin: str = ""
+    host_factory: str = ""
     """`module:function` in `compiler`: imports what the host needs and returns the host. Empty for a plain Host."""
     arguments: bytes = b""
-    """Arguments for `begin`, pickled: their classes may be importable only with `sys_path` in place."""
+    """Arguments for `host_factory`, pickled: their classes may be importable only with `sys_path` in place."""
     backend: str = ""
     device: str = "cpu"
 
@@ -83,8 +83,8 @@ def main() -> None:
     try:
         # Empty and relative entries depend on the current directory.
         sys.path[:] = filter(os.path.isabs, setup.sys_path)
-        if setup.begin:
-            module, _, function = setup.begin.partition(":")
+        if setup.host_factory:
+            module, _, function = setup.host_factory.partition(":")
             host = getattr(importlib.import_module(f"..{module}", __package__), function)(pickle.loads(setup.arguments))
         _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
         send(target, CompileResult())

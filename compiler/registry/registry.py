@@ -67,7 +67,7 @@ class Registry:
         models = (self.models(workflow) or {}).values()
         return self.cache.store_graphs(graph for model in models for graph in model.graphs())
 
-    def drop(self, workflow: str, keys: Set[str]) -> int:
+    def evict(self, workflow: str, keys: Set[str]) -> int:
         """Forget a workflow and these of its graphs; return how many left memory. Not while a model of it runs.
 
         Graphs that models of other workflows use stay in memory. A model that runs again asks for its graphs again.
@@ -79,7 +79,7 @@ class Registry:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # an interrupted prompt may have left kernels of these graphs in the queue
             for model in models:
-                model.drop(keys)
+                model.evict(keys)
         self.cache.forget(gone)
         return len(gone)
 

@@ -157,10 +157,10 @@ class CompiledModel:
         entries = [entry for kind in self._kinds for entry in entries_of(kind) if not entry.retired]
         return list({entry.graph.key: entry.graph for entry in entries}.values())
 
-    def drop(self, keys: Set[str]) -> None:
+    def evict(self, keys: Set[str]) -> None:
         """Forget graphs, not while the network runs. Calls that want them ask the cache for them again."""
         for kind in self._kinds:
-            kind.drop(keys)
+            kind.evict(keys)
 
     def like(self, network: nn.Module, regions: Iterable[Region]) -> CompiledModel:
         """Return another compiled model with the same device, backend, cache and host."""

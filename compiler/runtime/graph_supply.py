@@ -131,13 +131,13 @@ class GraphSupply:
     def evict(self, kind: RegionKind, entry: CacheEntry) -> None:
         """Forget a graph that was loaded and is wrong: the next call that wants it has it compiled."""
         self._cache.evict(entry)
-        kind.drop({entry.graph.key})
+        kind.evict({entry.graph.key})
 
     def _provide_later(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> None:
         if self._kinds.model() is None or kind.is_settled(signature.text):
             return
         if reason := self._provide_now(kind, signature, call):
-            kind.refuse(signature.text, reason)
+            kind.mark_eager(signature.text, reason)
             self._on_change()
 
     def _provide_now(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> str | None:
@@ -239,7 +239,7 @@ class GraphSupply:
             kind.add(request.signature.text, outcome.entry)
         else:
             reason = one_line(outcome.error)
-            kind.refuse(request.signature.text, reason)
+            kind.mark_eager(request.signature.text, reason)
             log.warning("%s stays eager: %s", request.region, reason)
             log.debug("%s", request.region, exc_info=outcome.error)
         if outcome.source == "compiled":

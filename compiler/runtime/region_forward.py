@@ -23,8 +23,8 @@ from ..common.compare import disagreement
 from ..common.counters import Counters
 from ..common.host import Host
 from ..common.random_state import same_random_numbers
+from ..common.tensors import tensors_in
 from ..common.timing import compare
-from ..common.torch_compat import pytree
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import CallSignature, Unsupported
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
@@ -191,7 +191,7 @@ class RegionForward:
             if call:
                 call.had_setup = True
             if reason := self._owner.on_cache_miss(self._kind, found.signature, call):
-                self._kind.refuse(found.signature.text, reason)
+                self._kind.mark_eager(found.signature.text, reason)
             found, tensors = self._kind.lookup(args, kwargs, patch_points)
         if isinstance(found, Plan):
             return found, tensors
@@ -256,8 +256,8 @@ class RegionForward:
                 ours = self._run(plan, call.weights, copies)
             written = [plan.order[i] for i in spec.mutated]
             error = (recorded.error if recorded else "") or disagreement(
-                [*_tensors(ours), *(copies[i] for i in written)],
-                [*_tensors(theirs), *(call.tensors[i] for i in written)],
+                [*tensors_in(ours), *(copies[i] for i in written)],
+                [*tensors_in(theirs), *(call.tensors[i] for i in written)],
                 plan.entry.graph.precision,
             )
         except torch.cuda.OutOfMemoryError:  # eager had enough: another call will tell
@@ -344,7 +344,3 @@ def _is_capturing(device: torch.device) -> bool:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -108,12 +108,12 @@ class RegionKind:
         self.refusals.pop(signature_text, None)
         self.plans.clear()
 
-    def refuse(self, signature_text: str, reason: str) -> None:
+    def mark_eager(self, signature_text: str, reason: str) -> None:
         """Run calls of this signature eagerly from now on."""
         self.refusals[signature_text] = reason
         self.plans.clear()
 
-    def drop(self, keys: Set[str]) -> None:
+    def evict(self, keys: Set[str]) -> None:
         """Forget graphs; calls that want them ask for them again. Not while a call runs."""
         for text, entries in list(self.graphs.items()):
             kept = [entry for entry in entries if entry.retired or entry.graph.key not in keys]

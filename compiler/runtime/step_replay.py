@@ -25,6 +25,7 @@ from ..common.compare import disagreement
 from ..common.counters import Counters
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.tensors import tensors_in
 from ..common.torch_compat import foreach_copy, pytree
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import ContextArguments, Unsupported
@@ -224,7 +225,7 @@ class StepReplay:
             if error is None:
                 captured = self._captured(call, own, expected if form is None else form)
                 result = captured.replay([t.clone() for t in captured.inputs])
-                error = None if form is not None else disagreement(_tensors(result), _tensors(expected))
+                error = None if form is not None else disagreement(tensors_in(result), tensors_in(expected))
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
             error = one_line(raised)
         if error is None:
@@ -248,7 +249,7 @@ class StepReplay:
         result = pytree.tree_map_only(torch.Tensor, self._allocate, form)
 
         def fill() -> None:
-            for target, source in zip(_tensors(result), _tensors(own.call(call)), strict=True):
+            for target, source in zip(tensors_in(result), tensors_in(own.call(call)), strict=True):
                 target.copy_(source)
 
         if self._pool is None:
@@ -321,7 +322,3 @@ def _arithmetic() -> tuple[Any, ...]:
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

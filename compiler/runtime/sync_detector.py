@@ -7,12 +7,13 @@ capture can be freed neither in it nor after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..common.torch_compat import TorchDispatchMode, pytree, to_copy
+from ..common.tensors import tensors_in
+from ..common.torch_compat import TorchDispatchMode, to_copy
 
 _COPIES = frozenset({to_copy, torch.ops.aten.copy_})
 _SYNC_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -33,7 +34,7 @@ class SyncDetector(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self.found and _syncs(function, [*_tensors((args, kwargs))], [*_tensors(result)], self._device):
+        if not self.found and _syncs(function, tensors_in((args, kwargs)), tensors_in(result), self._device):
             self.found = str(getattr(function, "overloadpacket", function))
         return result
 
@@ -47,7 +48,3 @@ def _syncs(function: Callable, inputs: list[torch.Tensor], results: list[torch.T
     if packet in _INDEXING:  # the entries of a mask must be counted
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
     return not _SYNC_TAGS.isdisjoint(getattr(function, "tags", ()))
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))

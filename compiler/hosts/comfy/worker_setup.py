@@ -18,14 +18,14 @@ def setup(backend: str, device: torch.device) -> Setup:
     values = comfy_compat.start_options()
     return Setup(
         tuple(sys.path),
-        "hosts.comfy.worker_setup:begin",
+        "hosts.comfy.worker_setup:make_host",
         pickle.dumps({name: value for name, value in values.items() if _travels(value)}),
         backend,
         str(device),
     )
 
 
-def begin(values: dict[str, Any]) -> Host:
+def make_host(values: dict[str, Any]) -> Host:
     """Import ComfyUI with these options: they decide which functions its blocks call."""
     comfy_compat.set_start_options(values)
     from .rules.host import HOST

@@ -147,7 +147,7 @@ class Moment:
 def test_moments_that_a_gpu_has_not_come_to_are_read_at_a_later_call(monkeypatch):
     moments = [Moment(0), Moment(30), Moment(30), Moment(50), Moment(50), Moment(90)]
     coming = iter(moments)
-    monkeypatch.setattr(timing, "_mark", lambda device: next(coming))
+    monkeypatch.setattr(timing, "_record_event", lambda device: next(coming))
     pace = pace_of(0, 0, clock=SimpleNamespace(now=0))
     assert pace.figures() == []
     moments[1].come = moments[3].come = True

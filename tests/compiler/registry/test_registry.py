@@ -268,7 +268,7 @@ def test_changes_are_told(tmp_path):
     for _ in range(3):
         registry.assign("workflow", "node", compiled)
     assert len(told) == 2, "a role came, and is played again and again"
-    registry.drop("workflow", set())
+    registry.evict("workflow", set())
     assert len(told) == 3
 
 
@@ -279,7 +279,7 @@ def test_dropped_graphs_leave_memory_and_come_back_from_the_store(tmp_path):
     x = network.inputs(sizes())
     expected = network(*x)
     gone = weakref.ref(compiled.graphs()[0])
-    assert registry.drop("workflow", registry.keep("workflow")) == 1
+    assert registry.evict("workflow", registry.keep("workflow")) == 1
     gc.collect()
     assert gone() is None
     assert registry.report()["workflows"] == {}
@@ -296,7 +296,7 @@ def test_graphs_that_came_from_a_file_are_stored_before_they_are_dropped(tmp_pat
     reader.load([StoredGraph.of(graph) for graph in compiled.graphs()])
     registry.assign("workflow", "node", reader)
     assert not list(tmp_path.glob("*.safetensors"))
-    assert registry.drop("workflow", registry.keep("workflow")) == 1
+    assert registry.evict("workflow", registry.keep("workflow")) == 1
     network(*network.inputs(sizes()))
     assert (reader.counters.compiles, reader.counters.from_disk) == (0, 1)
 
@@ -306,14 +306,14 @@ def test_graphs_that_nothing_holds_stay_in_memory(tmp_path):
     for store in (None, FolderStore(tmp_path / "file")):
         registry = Registry(GraphCache(store))
         compiled = used(registry, transformer())
-        assert registry.drop("workflow", registry.keep("workflow")) == 0
+        assert registry.evict("workflow", registry.keep("workflow")) == 0
         assert len(compiled.graphs()) == registry.report()["memory"]["graphs"] == 1
 
 
 def test_graphs_that_another_workflows_model_uses_stay_in_memory(tmp_path):
     registry = Registry(GraphCache(FolderStore(tmp_path)))
     one, other = used(registry, transformer(), "one"), used(registry, transformer(), "other")
-    assert registry.drop("one", registry.keep("one")) == 0
+    assert registry.evict("one", registry.keep("one")) == 0
     assert (one.graphs(), len(other.graphs())) == ([], 1)
     assert registry.report()["memory"]["graphs"] == 1
 
@@ -323,7 +323,7 @@ def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
     compiled = used(registry, network)
     (entry,) = [entry for kind in compiled.kinds() for entry in kind.graphs]
     entry.retired = "the graph of TransformerBlock failed its check"
-    assert registry.drop("workflow", registry.keep("workflow")) == 0
+    assert registry.evict("workflow", registry.keep("workflow")) == 0
     assert obtain(registry, transformer()) == (entry, "memory")
     network(*network.inputs(sizes()))
     assert list(compiled.counters.eager_calls) == [entry.retired]
