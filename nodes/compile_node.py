@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.backends import NAMES
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
 
 
-class CompileNode:
+class CompileNode(ABC):
     """The base of such nodes. A node says what its socket and its own widgets are, and how it compiles."""
 
     SOCKET: tuple[str, str]
@@ -56,6 +57,6 @@ class CompileNode:
         events.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (compiled,)}
 
+    @abstractmethod
     def compile_with(self, request: Request, **own: Any) -> tuple[Any, str]:
         """Return the object with compiled blocks, and what to tell the person."""
-        raise NotImplementedError

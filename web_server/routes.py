@@ -71,7 +71,7 @@ def register() -> bool:
         return await _answer(request, _save)
 
     @server.routes.post(DROP)
-    async def evict(request: web.Request) -> web.Response:
+    async def drop(request: web.Request) -> web.Response:
         return await _answer(request, _drop)
 
     return True

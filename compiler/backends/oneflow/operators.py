@@ -38,6 +38,10 @@ class _Functional:
 F: Any = _Functional()
 
 
+class NotInOneFlow(Exception):
+    """OneFlow cannot compute an operator with these arguments. The region runs eagerly with this reason."""
+
+
 def _named(*names: str) -> Callable[[Callable], Callable]:
     def enter(function: Callable) -> Callable:
         OPERATORS.update(dict.fromkeys(names, function))
@@ -159,7 +163,7 @@ def _as_strided(x: Any, size: list[int], stride: list[int], offset: int | None =
     """Return a contiguous tensor unchanged: tracing marks a value that is computed once with such a call."""
     contiguous = [math.prod(x.shape[place + 1 :]) for place in range(x.dim())]
     if [*size] != [*x.shape] or [*stride] != contiguous or offset:
-        raise NotImplementedError("memory that is viewed in another order")
+        raise NotInOneFlow("memory that is viewed in another order")
     return x
 
 
@@ -375,7 +379,7 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     if dropout or is_causal or enable_gqa:
-        raise NotImplementedError("attention with dropout, a causal mask or grouped heads")
+        raise NotInOneFlow("attention with dropout, a causal mask or grouped heads")
     return _attend(q, k, v, mask, scale)
 
 

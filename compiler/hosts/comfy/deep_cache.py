@@ -129,7 +129,7 @@ class DeepCache:
     def __call__(self, apply_model: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
         """Run one call of the model, whole or shallow."""
         options = arguments["c"].get(OPTIONS, {})
-        self._follow(apply_model, arguments["timestep"], options)
+        self._note_step(apply_model, arguments["timestep"], options)
         key = (self._calls, arguments["input"].shape, tuple(arguments.get("cond_or_uncond", ())))
         self._calls += 1
         feature = self._features.get(key)
@@ -167,7 +167,7 @@ class DeepCache:
             text += f" and differs from it by {found.difference:.1%}"
         return text
 
-    def _follow(self, apply_model: Callable, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
+    def _note_step(self, apply_model: Callable, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
         """See whether this call begins a step: those of one step are given the same tensor."""
         sigmas = options.get(STEP, timestep)
         if sigmas is not self._sigmas:

@@ -8,7 +8,7 @@ import operator
 import pytest
 import torch
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend
-from compiled_graphs.compiler.backends.oneflow.operators import OPERATORS
+from compiled_graphs.compiler.backends.oneflow.operators import OPERATORS, NotInOneFlow
 from compiled_graphs.compiler.identity.graph_spec import GraphSpec, InputSpec
 from compiled_graphs.compiler.tracing import attention_op as attention
 from compiled_graphs.compiler.tracing.decompositions import group_norm_by_channel
@@ -201,7 +201,7 @@ def test_sizes_are_computed_with(function):
 
 @pytest.mark.parametrize("place", [([4, 3], [3, 1], 0), ([3, 4], [1, 3], 0), ([2, 4], [4, 1], 4)])
 def test_as_strided_in_another_order_is_refused(place):
-    with pytest.raises(NotImplementedError, match="another order"):
+    with pytest.raises(NotInOneFlow, match="another order"):
         OPERATORS["aten.as_strided.default"](_numbers(*ROW), *place)
 
 
@@ -219,3 +219,10 @@ def test_long_attention_runs_in_parts():
     q = _numbers(1, 1, 16384, 4)
     (result,) = run(lambda q: aten.scaled_dot_product_attention(q, q, q), [q])
     torch.testing.assert_close(result, nn.functional.scaled_dot_product_attention(q, q, q))
+
+
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"is_causal": True}, {"enable_gqa": True}])
+def test_attention_options_without_an_operator_are_refused(option):
+    q = _numbers(1, 2, 4, 8)
+    with pytest.raises(NotInOneFlow, match="attention with dropout"):
+        OPERATORS["aten.scaled_dot_product_attention.default"](q, q, q, **option)
