@@ -71,8 +71,10 @@ function openNativeHelp(node) {
   return true;
 }
 
+const locale = () => app.extensionManager.setting?.get("Comfy.Locale") ?? "en";
+
 async function helpText(node) {
-  const language = app.extensionManager.setting?.get("Comfy.Locale") ?? "en";
+  const language = locale();
   for (const page of [`${node}/${language}.md`, `${node}.md`]) {
     const answer = await fetch(new URL(`./docs/${page}`, import.meta.url));
     if (answer.ok) return answer.text();
@@ -131,7 +133,7 @@ class RegistryPanel {
 
   async read() {
     try {
-      const answer = await api.fetchApi(`${ROUTES}/registry`);
+      const answer = await api.fetchApi(`${ROUTES}/registry?language=${encodeURIComponent(locale())}`);
       if (!answer.ok) throw new Error(answer.statusText);
       this.report = await answer.json();
       if (this.message?.lost) this.message = null;

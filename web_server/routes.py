@@ -17,7 +17,6 @@ from ..compiler.common import bounded_json
 from ..compiler.hosts.comfy import graph_folder
 from ..compiler.storage.graph_file import GraphFileError
 from .events import prompt_queue
-from .explanations import explained
 from .prompt_server import has_route, prompt_server
 
 if TYPE_CHECKING:
@@ -45,10 +44,11 @@ class Refused(Exception):
 def register() -> bool:
     """Add the routes to ComfyUI's server, if there is a server.
 
-    `GET /compiled_graphs/registry` reports, and changes nothing. Changes are announced over the websocket.
-    `POST /compiled_graphs/save` with `{"workflow", "role", "name"}` writes a graph file as Save Graph does, and
-    `POST /compiled_graphs/drop` with `{"workflow"}` takes a workflow's graphs out of memory. Both answer with
-    `{"text"}`, or with `{"error"}` and a status of 400 and more; each is one sentence for people.
+    `GET /compiled_graphs/registry?language=zh` reports, and changes nothing. It explains reasons in that language.
+    Changes are announced over the websocket. `POST /compiled_graphs/save` with `{"workflow", "role", "name"}` writes a
+    graph file as Save Graph does, and `POST /compiled_graphs/drop` with `{"workflow"}` takes a workflow's graphs out of
+    memory. Both answer with `{"text"}`, or with `{"error"}` and a status of 400 and more; each is one sentence for
+    people.
 
     Returns False if the path is taken, which means that another copy of this extension was loaded first:
     two handlers for one path would keep ComfyUI from starting, and two copies would count apart.
@@ -64,7 +64,8 @@ def register() -> bool:
 
     @server.routes.get(REGISTRY)
     async def read_registry(request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(_report))
+        language = request.query.get("language", "en")
+        return web.json_response(await asyncio.to_thread(_report, language))
 
     @server.routes.post(SAVE)
     async def save(request: web.Request) -> web.Response:
@@ -116,11 +117,10 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _report() -> dict[str, Any]:
+def _report(language: str) -> dict[str, Any]:
     from ..compiler.hosts.comfy.process import registry
 
-    report = registry().report()
-    return report | {"explained": explained(report)}
+    return registry().report(language)
 
 
 def _save(fields: Mapping[str, Any]) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from .reason import Reason
+
 _LOCK = threading.Lock()
 
 
@@ -40,7 +42,7 @@ class Counters:
     """Calls of a network that were replayed from one; their region calls are not counted."""
     seconds: float = 0.0
     """Time spent tracing, compiling and loading."""
-    eager_calls: Counter[str] = field(default_factory=Counter)
+    eager_calls: Counter[Reason] = field(default_factory=Counter)
     """Region calls that ran eagerly, by reason."""
 
     def add(self, name: str, amount: float = 1) -> None:
@@ -50,7 +52,7 @@ class Counters:
         if self.parent is not None:
             self.parent.add(name, amount)
 
-    def add_eager(self, reason: str) -> None:
+    def add_eager(self, reason: Reason) -> None:
         """Count one eager region call and its reason."""
         self.eager_calls[reason] += 1
         if self.parent is not None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .reason import Reason, ReasonCode
+
 PatchCall = Callable[..., torch.Tensor]
 """Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
 
@@ -134,16 +136,16 @@ class Host:
     def prepare_for_tracing(self, twin: nn.Module) -> None:
         """Change a weightless copy before it is traced, if parts of it must not be traced through."""
 
-    def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
+    def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
 
-    def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
+    def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """Return why a CUDA graph of the network must not replay a call with these context arguments, or None.
 
         `string_constants` are those of the network's code.
         """
-        return "a host that does not say what its calls depend on"
+        return Reason(ReasonCode.HOST_SILENT)
 
     def steps(self, context: Mapping[str, Any]) -> int:
         """Return the number of steps of the sampling to which a call with these context arguments belongs."""

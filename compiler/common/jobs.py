@@ -14,14 +14,16 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from .reason import ReasonCode, ReasonedError
+
 T = TypeVar("T")
 
 DEFAULT_LIMIT = 600.0
 """Seconds for one region. The slowest region seen so far took 25 s, on two busy cores."""
 
 
-class CompileTimeout(Exception):
-    """A job took longer than its limit. The message is the reason that a person is shown."""
+class CompileTimeout(ReasonedError):
+    """A job took longer than its limit."""
 
 
 class CompileJobs:
@@ -42,14 +44,14 @@ class CompileJobs:
         limit = compile_limit() if limit is None else limit
         with self._turn:
             if self._stuck and self._stuck[0].is_alive():
-                raise CompileTimeout(f"the compiler still hangs on {self._stuck[1]}; restart to compile again")
+                raise CompileTimeout(ReasonCode.HANGS, self._stuck[1])
             outcome: dict[str, Any] = {}
             thread = threading.Thread(target=_run_into, args=(job, outcome), name=f"compile {name}", daemon=True)
             thread.start()
             self._wait(thread, limit)
             if thread.is_alive():
                 self._stuck = (thread, name)
-                raise CompileTimeout(f"the compiler took more than {limit:g} s")
+                raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s")
         if "error" in outcome:
             raise outcome["error"]
         return outcome["result"]

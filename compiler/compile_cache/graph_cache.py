@@ -28,8 +28,9 @@ from ..common.counters import Counters
 from ..common.errors import one_line, printable
 from ..common.host import Host
 from ..common.jobs import CompileJobs, side_by_side
+from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.timing import Timing
-from ..identity.call_signature import Unsupported, graph_key
+from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
 from ..storage.base import Store
 from ..storage.graph_file import StoredGraph
@@ -65,11 +66,11 @@ class CacheEntry:
     """Bytes of its executable as it is stored, or 0 where nobody has asked for them."""
     verified: set[frozenset[str]] = field(default_factory=set)
     """Sets of symbols that were 1 in a call that agreed with eager."""
-    retired: str | None = None
+    retired: Reason | None = None
     """Why the graph must not be used, once it has disagreed."""
     is_evicted: bool = False
     """Whether another graph is to take its place, under the same key."""
-    rejected: dict[frozenset[str], str] = field(default_factory=dict)
+    rejected: dict[frozenset[str], Reason] = field(default_factory=dict)
     """By the names of patches: why the graph must not be used with them."""
     timing: Timing | None = None
     """What its region takes by it and eagerly, once it was checked."""
@@ -129,7 +130,7 @@ def _compile(task: _Task) -> tuple[GraphSpec, Executable]:
         is_known = describer.describe(module).fingerprint == task.request.fingerprint
         exported = export_region(task.request, task.by.host)
         if not is_known or not describer.watch.holds():
-            raise Unsupported("a block that changes while it is compiled")
+            raise Unsupported(ReasonCode.CHANGES_MEANWHILE)
     return exported.spec, task.by.backend.compile(exported)
 
 

@@ -24,6 +24,7 @@ from ..backends.base import Backend
 from ..backends.cuda_warmup import Example
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.reason import Reason, ReasonCode, reason_of
 from ..common.torch_compat import FakeTensorMode, ShapeEnv
 from ..identity.call_signature import parse
 from ..identity.fingerprint import fingerprint
@@ -66,11 +67,11 @@ class CompileRequest:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """The answer to one request: a graph or an error."""
+    """The answer to one request: a graph, or the reason why there is none."""
 
     spec: GraphSpec | None = None
     executable: bytes = b""
-    error: str = ""
+    reason: Reason | None = None
 
 
 def main() -> None:
@@ -89,13 +90,13 @@ def main() -> None:
         _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
         send(target, CompileResult())
     except BaseException as error:  # the other side sees nothing but the answer
-        send(target, CompileResult(error=one_line(error)))
+        send(target, CompileResult(reason=reason_of(error)))
         return
     while (order := _next(source, target)) is not None:
         try:
             made = _make(order, host)
         except BaseException as error:
-            made = CompileResult(error=one_line(error))
+            made = CompileResult(reason=reason_of(error))
         send(target, made)
 
 
@@ -126,14 +127,14 @@ def _next(source: BinaryIO, target: BinaryIO) -> CompileRequest | None:
         except EOFError:
             return None
         except Exception as error:
-            send(target, CompileResult(error=f"code that another process cannot import ({one_line(error)})"))
+            send(target, CompileResult(reason=Reason(ReasonCode.NOT_IMPORTED, one_line(error))))
 
 
 def _make(order: CompileRequest, host: Host) -> CompileResult:
     backend = BACKENDS[order.backend]
     request = replace(order.request, signature=parse(order.signature)[0])
     if fingerprint(request.module, host) != request.fingerprint:
-        return CompileResult(error="code that differs in a worker process")
+        return CompileResult(reason=Reason(ReasonCode.CODE_DIFFERS))
     exported = export_region(request, host)
     return CompileResult(exported.spec, backend.compile(exported).to_bytes())
 

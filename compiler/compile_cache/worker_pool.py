@@ -22,6 +22,7 @@ from torch import nn
 from ..common import boot
 from ..common.host import Host
 from ..common.jobs import CompileTimeout, compile_limit
+from ..common.reason import ReasonCode, ReasonedError
 from ..identity.graph_spec import GraphSpec
 from ..tracing.graph_request import GraphRequest
 from ..tracing.weightless_copy import weightless_copy
@@ -45,7 +46,7 @@ _PACKAGE = __name__.partition(".compiler.")[0]
 _FOLDER = Path(__file__).resolve().parents[2]
 
 
-class WorkerError(Exception):
+class WorkerError(ReasonedError):
     """No worker process could compile the region. This process may still be able to."""
 
 
@@ -74,15 +75,15 @@ class _Process:
         timer.start()
         try:
             if not self._is_ready:
-                if error := receive(self._process.stdout).error:
-                    raise WorkerError(f"a worker process could not start: {error}")
+                if reason := receive(self._process.stdout).reason:
+                    raise WorkerError(ReasonCode.WORKER, f"could not start: {reason}")
                 self._is_ready = True
             send(self._process.stdin, order)
             return receive(self._process.stdout)
         except (EOFError, OSError) as error:
             if expired.is_set():
-                raise CompileTimeout(f"the compiler took more than {limit:g} s") from None
-            raise WorkerError(f"a worker process ended ({error or 'without a message'})") from None
+                raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s") from None
+            raise WorkerError(ReasonCode.WORKER, f"ended ({error or 'without a message'})") from None
         finally:
             timer.cancel()
 
@@ -138,7 +139,7 @@ class Workers:
         try:
             pickle.dumps(order)
         except Exception as error:  # a block can hold any object
-            raise WorkerError(f"a block that cannot be sent to another process ({type(error).__name__})") from None
+            raise WorkerError(ReasonCode.NOT_SENT, type(error).__name__) from None
         process = self._take(backend, request.device)
         try:
             made = process.ask(order, compile_limit())
@@ -147,8 +148,8 @@ class Workers:
             process.end()
             raise
         self._give_back(process)
-        if made.error:
-            raise WorkerError(made.error)
+        if made.reason:
+            raise WorkerError.of(made.reason)
         return made.spec, made.executable
 
     def rest(self, device: torch.device) -> None:

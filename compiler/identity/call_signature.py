@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import pytree
 
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -34,10 +35,6 @@ _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 STATIC_TYPES = tuple(_STATICS)
 """Types of arguments, besides tensors, that a cache key can hold: they can be written to JSON and read back."""
-
-
-class Unsupported(Exception):
-    """A call or region that no graph can serve. People are shown the message as the reason."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
     try:
         bound = forward_signature(cls).bind(*args, **kwargs)
     except TypeError as error:
-        raise Unsupported(f"a call that does not fit {cls.__name__}.forward: {error}") from None
+        raise Unsupported(ReasonCode.CALL_MISFIT, f"{cls.__name__}.forward: {error}") from None
     bound.apply_defaults()
     arguments = dict(bound.arguments)
     context = {name: arguments.pop(name) for name in context_arguments & arguments.keys()}
@@ -136,9 +133,9 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is dict:
         return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
     if isinstance(value, torch.Tensor):
-        raise Unsupported(f"a tensor of type {kind.__name__}")
+        raise Unsupported(ReasonCode.TENSOR_TYPE, kind.__name__)
     if kind not in STATIC_TYPES:  # a subclass may mean something else
-        raise Unsupported(f"an argument of type {kind.__name__}")
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, kind.__name__)
     return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
 
 
@@ -169,9 +166,9 @@ def read(call: Call, fake: bool = False, patch_points: str = "") -> tuple[CallSi
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         if not fake and type(tensor) not in TENSOR_TYPES:
-            raise Unsupported(f"a tensor of type {type(tensor).__name__}")
+            raise Unsupported(ReasonCode.TENSOR_TYPE, type(tensor).__name__)
         if tensor.layout is not torch.strided:
-            raise Unsupported(f"a tensor of layout {tensor.layout}")
+            raise Unsupported(ReasonCode.TENSOR_LAYOUT, str(tensor.layout))
     context = tuple(sorted(call.context))
     record = [_outline(dict(call.arguments)), context, *([patch_points] if patch_points else [])]
     kept = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -215,7 +212,7 @@ def _outline(value: Any) -> list:
         return [type(value).__name__, [_outline(item) for item in value]]
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
     if len(children) == 1 and children[0] is value:
-        raise Unsupported(f"an argument of type {type(value).__name__}")
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, type(value).__name__)
     return [str(spec), [_outline(child) for child in children]]
 
 

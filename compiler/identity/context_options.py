@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .call_signature import Unsupported
+from ..common.reason import ReasonCode, Unsupported
 from .guard_expressions import evaluate
 
 _ANY = "any option that the code does not name"
@@ -34,7 +34,7 @@ class Unknown:
         return self._items.setdefault(repr(key), Unknown(self.name))
 
     def _depend(self, *_: Any, **__: Any) -> NoReturn:
-        raise Unsupported(f"a result that depends on {self.name}")
+        raise Unsupported(ReasonCode.OPTION_DECIDES, self.name)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __len__ = __iter__ = _depend
     __contains__ = __int__ = __float__ = __index__ = __complex__ = __str__ = __format__ = __call__ = _depend
@@ -63,7 +63,7 @@ class _AnyName(str):
     __hash__ = str.__hash__
 
     def _depend(self, *_: Any, **__: Any) -> NoReturn:
-        raise Unsupported("code that looks through all transformer options")
+        raise Unsupported(ReasonCode.OPTIONS_SEARCHED)
 
     startswith = endswith = find = index = split = rsplit = partition = rpartition = strip = lower = upper = _depend
     replace = removeprefix = removesuffix = __contains__ = __len__ = __getitem__ = __iter__ = __format__ = _depend
@@ -83,7 +83,7 @@ class TracedOptions(dict):
     def writes(self) -> dict[str, Any]:
         """Return what the code has added or changed. Raises Unsupported if it has removed an option."""
         if gone := self._before.keys() - dict.keys(self):
-            raise Unsupported(f"a block that removes the transformer option {min(gone)}")
+            raise Unsupported(ReasonCode.OPTION_REMOVED, min(gone))
         missing = object()
         return {name: v for name, v in dict.items(self) if v is not self._before.get(name, missing)}
 
@@ -104,7 +104,7 @@ class TracedOptions(dict):
         return iter(self.keys())
 
     def __len__(self) -> int:
-        raise Unsupported("code that counts the transformer options")
+        raise Unsupported(ReasonCode.OPTIONS_COUNTED)
 
     def __bool__(self) -> bool:
         return True
@@ -192,7 +192,7 @@ def _encode(name: str, value: Any, size: Callable[[Any], int | str]) -> Any:
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_encode(name, item, size) for item in value]}
-    raise Unsupported(f"a block that leaves a {type(value).__name__} in the transformer option {name}")
+    raise Unsupported(ReasonCode.OPTION_LEFT, f"{type(value).__name__} in the transformer option {name}")
 
 
 def _decode(value: Any, symbols: Mapping[str, int]) -> Any:

@@ -31,6 +31,7 @@ import torch.nn.functional
 from torch import nn
 
 from ..common.host import Host
+from ..common.reason import Reason, ReasonCode
 from ..common.torch_compat import OpOverload, OpOverloadPacket
 from .memory_format import has_layouts, stride_in
 from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, qualified_name, read_source
@@ -59,8 +60,8 @@ class Description:
     """A hex digest that processes, hash seeds, devices, loading and offloading do not change."""
     string_constants: frozenset[str]
     """Every string constant in its code."""
-    obscure: str = ""
-    """Why the fingerprint is incomplete; empty if it is not. A region with a reason here must not use a graph."""
+    obscure: Reason | None = None
+    """Why the fingerprint is incomplete; None if it is not. A region with a reason here must not use a graph."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Code:
 
     digest: str
     string_constants: frozenset[str]
-    obscure: str = ""
+    obscure: Reason | None = None
     read_by_others: frozenset[str] = frozenset()
     """The names that code of neither the host nor a library mentions: what it can read of the host's layers."""
 
@@ -193,7 +194,7 @@ class _Values:
         self.paths = paths
         """The paths of the region's own modules, by the modules' identity."""
         self.code: set[Any] = set()
-        self.obscure = ""
+        self.obscure: Reason | None = None
         self._host = describer.host
         self._watch = describer.watch
         self._done: dict[int, Any] = {}
@@ -209,21 +210,21 @@ class _Values:
             return self._done[id(value)]
         self._count += 1
         if self._count > MAX_VALUES:
-            self.refuse(f"an attribute that leads to more than {MAX_VALUES} values ({where})")
+            self.refuse(ReasonCode.MANY_VALUES, f"{MAX_VALUES} values ({where})")
             return None
         self._alive.append(value)  # otherwise another object could get its identity
         self._done[id(value)] = ["again", kind.__name__]
         try:
             result = self._describe(value, kind, where)
         except Exception as error:  # an object can refuse to be looked at in any way
-            self.refuse(f"an object that cannot be looked into ({where}: {type(error).__name__})")
+            self.refuse(ReasonCode.OPAQUE_OBJECT, f"{where}: {type(error).__name__}")
             result = kind.__name__
         self._done[id(value)] = result = _short(result)
         return result
 
     def _describe(self, value: Any, kind: type, where: str) -> Any:
         if isinstance(value, torch.Tensor):
-            self.refuse(f"a tensor outside parameters and buffers ({where})")
+            self.refuse(ReasonCode.STRAY_TENSOR, where)
             return "tensor"
         if isinstance(value, nn.Module):
             return self._module(value, where)
@@ -249,16 +250,16 @@ class _Values:
             return self._array(value, where)
         return self._object(value, kind, where)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, code: ReasonCode, detail: str) -> None:
         """Note the first reason why the values cannot be described."""
-        self.obscure = self.obscure or reason
+        self.obscure = self.obscure or Reason(code, detail)
 
     def _module(self, module: nn.Module, where: str) -> Any:
         """Describe a module of the region by its path; any other by its content, which may hold no weights."""
         if id(module) in self.paths:
             return ["own", self.paths[id(module)]]
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-            self.refuse(f"a layer that the block reads and does not contain ({where})")
+            self.refuse(ReasonCode.STRAY_LAYER, where)
         self._watch.module(module)
         self.code.add(type(module))
         settings = {name: self.describe(v, f"{where}.{name}") for name, v in settings_of(module, self._host).items()}
@@ -337,7 +338,7 @@ class _Values:
 
     def _array(self, value: Any, where: str) -> Any:
         if value.dtype.hasobject:
-            self.refuse(f"an array of objects ({where})")
+            self.refuse(ReasonCode.OBJECT_ARRAY, where)
             return "array"
         self._watch.array(value)
         data = value.tobytes()
@@ -348,7 +349,7 @@ class _Values:
         if isinstance(value, numbers.Number):
             return [name, repr(value)]
         if isinstance(value, Iterator):
-            self.refuse(f"an iterator, which is another one after each use ({where})")
+            self.refuse(ReasonCode.ITERATOR, where)
             return name
         outside = self._is_outside(kind)
         if outside and kind.__module__.partition(".")[0] in _INERT:
@@ -356,7 +357,7 @@ class _Values:
         if not outside:
             self.code.add(kind)
             if not hasattr(value, "__dict__") and not _slot_names(kind) and kind.__basicsize__ > object.__basicsize__:
-                self.refuse(f"an object of a type that cannot be looked into ({where}: {kind.__name__})")
+                self.refuse(ReasonCode.OPAQUE_TYPE, f"{where}: {kind.__name__}")
         return [name, self._attributes(value, where)]
 
     def _attributes(self, value: Any, where: str) -> dict[str, Any]:
@@ -505,7 +506,7 @@ class _CodeWalk:
                 return
             if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
                 self._values.describe(value, part)  # this watches the value
-                self._values.refuse(f"code that remembers things in a global ({qualified_name(item)}: {part})")
+                self._values.refuse(ReasonCode.GLOBAL_STATE, f"{qualified_name(item)}: {part}")
                 return
             if isinstance(value, types.ModuleType) and _is_bookkeeping(value, self._host):
                 reads_data = False

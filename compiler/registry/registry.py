@@ -11,15 +11,18 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..common.counters import Counters, totals
+from ..common.reason import Reason
 from ..common.timing import speed_up
 from ..compile_cache.graph_cache import CacheEntry, GraphCache
 from ..runtime.compiled_model import CompiledModel
 from ..runtime.summary import KindInUse
+from .explanations import explained
 
 MAX_WORKFLOWS = 64
 """Workflows kept in the report: those that ran last."""
@@ -83,10 +86,10 @@ class Registry:
         self.cache.forget(gone)
         return len(gone)
 
-    def report(self) -> dict[str, Any]:
+    def report(self, language: str = "en") -> dict[str, Any]:
         """Return workflows, roles, graphs, counts and sizes as JSON-able data, without paths of this machine.
 
-        Times are in seconds, sizes in bytes.
+        Times are in seconds, sizes in bytes. `explained` says in `language` what each reason in it means.
         """
         disk = self._disk()
         with self._lock:
@@ -94,13 +97,20 @@ class Registry:
                 workflow: {"roles": {name: _role_report(role) for name, role in roles.items()}}
                 for workflow, roles in self._workflows.items()
             }
+            roles = [role for named in self._workflows.values() for role in named.values()]
+            reasons = [reason for role in roles for reason in _reasons(role)]
         regions = {
             key: sum(role[key] for w in workflows.values() for role in w["roles"].values())
             for key in ("regions", "compiled", "variants", "eager")
         }
         sizes = self.cache.sizes()
-        memory = {"graphs": len(sizes), "bytes": sum(sizes)}
-        return {"workflows": workflows, "totals": regions | _counts(totals), "memory": memory, "disk": disk}
+        return {
+            "workflows": workflows,
+            "totals": regions | _counts(totals),
+            "memory": {"graphs": len(sizes), "bytes": sum(sizes)},
+            "disk": disk,
+            "explained": explained(reasons, language),
+        }
 
     def _disk(self) -> dict[str, Any] | None:
         """Return what the store holds, or None if there is no telling at once."""
@@ -135,18 +145,23 @@ def _role_report(role: Role) -> dict[str, Any]:
     return gauges | _counts(role.counters)
 
 
+def _reasons(role: Role) -> list[Reason]:
+    model = role.model()
+    return [*role.counters.eager_calls, *chain.from_iterable(kind.reasons for kind in (model.kinds() if model else ()))]
+
+
 def _rows(kind: KindInUse) -> list[dict[str, Any]]:
     """Return what serves a kind of region: a row for each graph and for each reason that there is none."""
     same = {"region": kind.region, "blocks": kind.blocks}
     rows = [same | _graph_row(entry) for entry in kind.entries]
-    rows += [same | {"state": "eager", "reason": reason} for reason in kind.refusals]
+    rows += [same | {"state": "eager", "reason": str(reason)} for reason in kind.refusals]
     return rows or [same | {"state": "waiting", "reason": ""}]
 
 
 def _graph_row(entry: CacheEntry) -> dict[str, Any]:
     return {
         "state": "eager" if entry.retired else "compiled",
-        "reason": entry.retired or "",
+        "reason": str(entry.retired or ""),
         "key": entry.graph.key,
         "backend": entry.graph.backend,
         "source": entry.source,
@@ -161,7 +176,7 @@ def _counts(counters: Counters) -> dict[str, Any]:
         "from_memory": counters.from_memory,
         "from_disk": counters.from_disk,
         "from_file": counters.from_file,
-        "reasons": dict(counters.eager_calls),
+        "reasons": {str(reason): count for reason, count in counters.eager_calls.items()},
         "calls": counters.calls,
         "recordings": counters.captures,
         "replays": counters.replays,

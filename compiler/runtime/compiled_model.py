@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..common.counters import Counters, totals
+from ..common.reason import Reason, ReasonCode
 from ..common.timing import LatencyTracker
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, GraphCache
@@ -122,11 +123,11 @@ class CompiledModel:
         """Take note of a call of the network that has ended."""
         self._canary.note(call)
 
-    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> str | None:
+    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> Reason | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
         repeated = None if call is None else call.repeated()
         if repeated is None:
-            return "a kind of call that was not foreseen"
+            return Reason(ReasonCode.UNFORESEEN)
         return self._supply.on_cache_miss(kind, signature, repeated)
 
     def describe(self, path: str) -> RegionKind:
@@ -139,7 +140,7 @@ class CompiledModel:
         """Whether the regions are what was described when the running call began."""
         return self._kinds.are_unchanged()
 
-    def retire(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
+    def retire(self, kind: RegionKind, entry: CacheEntry, reason: Reason, was_right: bool) -> None:
         """Stop using a graph that failed its check; `was_right` if it passed one before.
 
         One that was loaded and never right here is compiled again. One that was right before meets something that no

@@ -19,10 +19,11 @@ import torch
 from ..common.counters import Counters
 from ..common.errors import one_line
 from ..common.random_state import same_random_numbers
+from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
-from ..identity.call_signature import CallSignature, Unsupported
+from ..identity.call_signature import CallSignature
 from ..identity.graph_spec import GraphIdentity
 from ..storage.graph_file import StoredGraph
 from ..tracing.graph_request import GraphRequest
@@ -117,7 +118,7 @@ class GraphSupply:
         for done, outcome in enumerate(outcomes):
             on_progress(self._settle(outcome, done + 1, len(missing)))
 
-    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> str | None:
+    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> Reason | None:
         """Provide a graph that a running call misses, or return why there is none.
 
         With a background, raises Unsupported: the graph comes later.
@@ -126,7 +127,7 @@ class GraphSupply:
             self._kinds.describe_again()  # what has made one region another may have changed others, not called since
             return self._provide_now(kind, signature, call)
         self._background.submit((kind.fingerprint, signature.text), partial(self._provide_later, kind, signature, call))
-        raise Unsupported("compiling in the background")
+        raise Unsupported(ReasonCode.BACKGROUND)
 
     def evict(self, kind: RegionKind, entry: CacheEntry) -> None:
         """Forget a graph that was loaded and is wrong: the next call that wants it has it compiled."""
@@ -140,11 +141,11 @@ class GraphSupply:
             kind.mark_eager(signature.text, reason)
             self._on_change()
 
-    def _provide_now(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> str | None:
+    def _provide_now(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> Reason | None:
         try:
             requests = self._look_ahead(call)
         except Exception as error:
-            return f"its sizes cannot be told apart from data ({one_line(error)})"
+            return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
         of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
         if signature.text not in {request.signature.text for request in of_kind}:
             # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
@@ -157,7 +158,7 @@ class GraphSupply:
         self._on_change()
         if kind.is_settled(signature.text):
             return None
-        return "an argument that changes with the size, or sizes that cannot be told apart"
+        return Reason(ReasonCode.SIZE_ARGUMENT)
 
     def _wanted_ahead(self, call: ModelCall, name: str) -> list[GraphRequest]:
         """Return what a call wants, from memory or the store if it has a name that is known there."""
@@ -233,12 +234,12 @@ class GraphSupply:
 
     def _settle(self, outcome: Outcome, done: int, total: int) -> Progress:
         """Give a kind its graph, or the reason why it has none."""
-        request, reason = outcome.request, ""
+        request, reason = outcome.request, None
         kind = self._kinds.of(request.fingerprint)
         if outcome.entry is not None:
             kind.add(request.signature.text, outcome.entry)
         else:
-            reason = one_line(outcome.error)
+            reason = reason_of(outcome.error)
             kind.mark_eager(request.signature.text, reason)
             log.warning("%s stays eager: %s", request.region, reason)
             log.debug("%s", request.region, exc_info=outcome.error)

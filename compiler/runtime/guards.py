@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ..common.host import Host
+from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import global_forward_hooks, global_forward_pre_hooks
-from ..identity.call_signature import STATIC_TYPES, TENSOR_TYPES, Unsupported
+from ..identity.call_signature import STATIC_TYPES, TENSOR_TYPES
 from ..identity.graph_spec import GraphSpec
 from ..identity.memory_format import has_layouts
 from ..tracing.weightless_copy import tensor_slots
@@ -55,9 +56,9 @@ class ModuleGuard:
         Raises Changed if its modules, or settings that people change according to the host, have changed.
         """
         if global_forward_hooks or global_forward_pre_hooks:
-            raise Unsupported("a hook on every module of the process")
+            raise Unsupported(ReasonCode.GLOBAL_HOOK)
         if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
-            raise Unsupported("a hook on a module inside the region")
+            raise Unsupported(ReasonCode.HOOK)
         if any(self._empty_child_tables) or self._current_children() != self._children:
             raise Changed
         if any(_snapshot(attributes.get(name)) != before for attributes, name, before in self._settings):
@@ -67,7 +68,7 @@ class ModuleGuard:
             self._rescan()
         if any(starmap(getitem, self._weight_hooks)):
             name = next(name for attributes, name in self._weight_hooks if attributes[name])
-            raise Unsupported(f"weights changed on the fly ({name})")
+            raise Unsupported(ReasonCode.WEIGHT_FUNCTION, name)
 
     def _current_children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._child_tables)))
@@ -76,7 +77,7 @@ class ModuleGuard:
         self._sizes = None
         for reference, attributes in self._modules:
             if "forward" in attributes and not self._host.module_is_clean(reference()):
-                raise Unsupported("a replaced forward inside the region")
+                raise Unsupported(ReasonCode.FORWARD_REPLACED)
         self._weight_hooks = [(a, name) for a in self._attributes for name in self._host.weight_hooks if name in a]
         if not any("forward" in attributes for attributes in self._attributes):
             self._sizes = list(map(len, self._attributes))
@@ -144,9 +145,9 @@ class WeightGuard:
     def _in_layout(weight: Any, name: str, layout: tuple) -> torch.Tensor:
         shape, stride, dtype, device = layout
         if type(weight) not in TENSOR_TYPES:
-            raise Unsupported(f"weights of type {type(weight).__name__}")
+            raise Unsupported(ReasonCode.WEIGHT_TYPE, type(weight).__name__)
         if weight.device != device:
-            raise Unsupported(f"weights on {weight.device} while the model runs on {device}")
+            raise Unsupported(ReasonCode.WEIGHT_DEVICE, f"{weight.device} while the model runs on {device}")
         if weight.dtype != dtype or weight.shape != shape:
             raise _other_weights(name)
         if weight.stride() == stride:
@@ -157,7 +158,7 @@ class WeightGuard:
 
 def _other_weights(path: str) -> Unsupported:
     name = path.rpartition(".")[2]
-    return Unsupported(f"weights of another shape or dtype than the model was compiled with ({name})")
+    return Unsupported(ReasonCode.WEIGHT_FORM, name)
 
 
 class _Tensors:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.reason import Reason, ReasonCode
 from ..common.torch_compat import pytree
 from ..tracing.shape_discovery import ModelCall
 from ..tracing.side_effects import turns
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 Repeat = Callable[[nn.Module, str, tuple, Mapping[str, Any]], ModelCall | None]
 """Makes of a running call (network, method, arguments) what makes it again at other sizes."""
 
-OVERFLOWED = "a compiled image with values that are not finite, made again eagerly"
+OVERFLOWED = Reason(ReasonCode.NOT_FINITE)
 
 
 class NetworkWrapper:

@@ -23,10 +23,11 @@ from ..common.compare import disagreement
 from ..common.counters import Counters
 from ..common.host import Host
 from ..common.random_state import same_random_numbers
+from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.tensors import tensors_in
 from ..common.timing import compare
 from ..compile_cache.graph_cache import CacheEntry
-from ..identity.call_signature import CallSignature, Unsupported
+from ..identity.call_signature import CallSignature
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
 from .region_kind import Miss, Plan, Refusal, RegionKind
@@ -43,7 +44,7 @@ class Owner(Protocol):
     verifies: bool
     """Whether a graph is compared with eager before it serves."""
 
-    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> str | None:
+    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> Reason | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
         ...
 
@@ -55,7 +56,7 @@ class Owner(Protocol):
         """Whether the model's regions are still what was described when the running call began."""
         ...
 
-    def retire(self, kind: RegionKind, entry: CacheEntry, reason: str, was_right: bool) -> None:
+    def retire(self, kind: RegionKind, entry: CacheEntry, reason: Reason, was_right: bool) -> None:
         """Stop using a graph that failed its check; `was_right` if it passed one before."""
         ...
 
@@ -64,7 +65,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def eagerly(reason: str) -> Iterator[None]:
+def eagerly(reason: Reason) -> Iterator[None]:
     """Run every region of this thread eagerly for a while."""
     outer = getattr(_thread, "eager", None)
     _thread.eager = reason
@@ -128,16 +129,16 @@ class RegionForward:
             patch_points = self._host.patch_points(context, self._kind.string_constants)
             plan, tensors = self._plan(args, kwargs, patch_points, running)
             if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
-                raise Unsupported(reason)
+                raise Unsupported.of(reason)
             patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
             if patches and patches in plan.entry.rejected:
-                raise Unsupported(plan.entry.rejected[patches])
+                raise Unsupported.of(plan.entry.rejected[patches])
             spec = plan.entry.graph.spec
             weights = self._weights.in_layout_of(weights, spec)
             if spec.mutated:
                 _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
-        except Unsupported as reason:
-            self._note_eager(str(reason))
+        except Unsupported as error:
+            self._note_eager(error.reason)
             return eager(*args, **kwargs)
         if running:
             running.entries.add(plan.entry)
@@ -162,7 +163,7 @@ class RegionForward:
             self._retire(plan, f"{type(error).__name__}: {error}")
             return eager(*args, **kwargs)
 
-    def _note_eager(self, reason: str) -> None:
+    def _note_eager(self, reason: Reason) -> None:
         """Count an eager call of the region, and tell the running call."""
         self._counters.add_eager(reason)
         if running := running_call(self._owner):
@@ -178,8 +179,8 @@ class RegionForward:
         """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
         if not isinstance(failed.error, WrongOutput) or call.plan.entry.graph.spec.mutated:
             raise failed.error
-        self._note_eager(str(failed.error))
-        call.plan.entry.rejected[call.patches] = str(failed.error)
+        call.plan.entry.rejected[call.patches] = failed.error.reason
+        self._note_eager(failed.error.reason)
         return call.eager(call.context)
 
     def _plan(
@@ -195,19 +196,19 @@ class RegionForward:
             found, tensors = self._kind.lookup(args, kwargs, patch_points)
         if isinstance(found, Plan):
             return found, tensors
-        raise Unsupported(found.reason if isinstance(found, Refusal) else "a graph that was taken back")
+        raise Unsupported.of(found.reason if isinstance(found, Refusal) else Reason(ReasonCode.TAKEN_BACK))
 
     def _check_call(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the context arguments. Raises Unsupported if the call is not one for graphs."""
         if reason := getattr(_thread, "eager", None):
-            raise Unsupported(reason)
+            raise Unsupported.of(reason)
         if torch.is_grad_enabled():
-            raise Unsupported("gradients are on")
+            raise Unsupported(ReasonCode.GRADIENTS)
         if torch.is_autocast_enabled(self._kind.device.type):
-            raise Unsupported("autocast is on")
+            raise Unsupported(ReasonCode.AUTOCAST)
         context = self._kind.context.of(args, kwargs)
         if reason := self._host.unsupported_patch(context, self._kind.string_constants):
-            raise Unsupported(reason)
+            raise Unsupported.of(reason)
         return context
 
     def _refresh_if_changed(self, module: nn.Module) -> list[torch.Tensor | None]:
@@ -292,13 +293,14 @@ class RegionForward:
     def _reject(self, call: _Call, error: str) -> None:
         """Run calls with these patches eagerly from now on; the graph may be right for others."""
         region, entry = call.plan.entry.graph.spec.region, call.plan.entry
-        entry.rejected[call.patches] = f"the graph of {region} failed its check with a patch: {error.splitlines()[0]}"
+        detail = f"{region} failed its check with a patch: {error.splitlines()[0]}"
+        entry.rejected[call.patches] = Reason(ReasonCode.CHECK_FAILED, detail)
         log.warning("%s runs eagerly with %s: %s", region, ", ".join(sorted(call.patches)), error)
         self._note_eager(entry.rejected[call.patches])
 
     def _retire(self, plan: Plan, error: str, was_right: bool = False) -> None:
         region = plan.entry.graph.spec.region
-        reason = f"the graph of {region} failed its check: {error.splitlines()[0]}"
+        reason = Reason(ReasonCode.CHECK_FAILED, f"{region} failed its check: {error.splitlines()[0]}")
         log.warning("%s: %s", region, reason)
         self._counters.add("retired")
         self._note_eager(reason)
@@ -324,7 +326,7 @@ def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> No
     for i in mutated:
         storage = inputs[i].untyped_storage().data_ptr()
         if any(j != i and t.untyped_storage().data_ptr() == storage for j, t in enumerate(inputs)):
-            raise Unsupported("an input that is written to and shares memory with another")
+            raise Unsupported(ReasonCode.ALIASED_INPUT)
 
 
 @contextmanager

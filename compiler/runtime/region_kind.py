@@ -14,15 +14,17 @@ from torch import nn
 
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.reason import Reason, ReasonCode, Unsupported
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry
-from ..identity.call_signature import TENSOR_TYPES, CallSignature, ContextArguments, Unsupported, bind, read
+from ..identity.call_signature import TENSOR_TYPES, CallSignature, ContextArguments, bind, read
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
 from ..tracing.weightless_copy import tensor_slots
 
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""
-KEEPS_CHANGING = f"an argument that keeps changing (more than {MAX_SIGNATURES} kinds of call)"
+
+_MANY_SIGNATURES = Reason(ReasonCode.MANY_SIGNATURES, str(MAX_SIGNATURES))
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Plan:
 class Refusal:
     """Calls with one set of argument shapes run eagerly."""
 
-    reason: str
+    reason: Reason
     is_stale = False
     defaults = ()
 
@@ -77,11 +79,11 @@ class RegionKind:
     """Where the model runs."""
     graphs: dict[str, list[CacheEntry]] = field(default_factory=dict)
     """By signature text. More than one if sizes once fixed turned out not to be."""
-    refusals: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, Reason] = field(default_factory=dict)
     """By signature text: why there is no graph."""
     plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
     """By argument shapes."""
-    closed: str | None = None
+    closed: Reason | None = None
     """Why no call at all can be compiled."""
 
     @classmethod
@@ -96,7 +98,7 @@ class RegionKind:
         )
 
     @classmethod
-    def closed_for(cls, reason: str, path: str, module: nn.Module, device: torch.device) -> RegionKind:
+    def closed_for(cls, reason: Reason, path: str, module: nn.Module, device: torch.device) -> RegionKind:
         """Return a kind for one region of which no call can be compiled."""
         context = ContextArguments(type(module), frozenset())
         return cls(type(module), f"{path}: {reason}", frozenset(), context, device, closed=reason)
@@ -108,7 +110,7 @@ class RegionKind:
         self.refusals.pop(signature_text, None)
         self.plans.clear()
 
-    def mark_eager(self, signature_text: str, reason: str) -> None:
+    def mark_eager(self, signature_text: str, reason: Reason) -> None:
         """Run calls of this signature eagerly from now on."""
         self.refusals[signature_text] = reason
         self.plans.clear()
@@ -151,17 +153,17 @@ class RegionKind:
             return Refusal(self.closed)
         try:
             signature, ordered = read(bind(self.cls, args, kwargs, self.context.names), patch_points=patch_points)
-        except Unsupported as reason:
-            return Refusal(str(reason))
+        except Unsupported as error:
+            return Refusal(error.reason)
         if signature.text in self.refusals:
             return Refusal(self.refusals[signature.text])
         entries = [entry for entry in self.graphs.get(signature.text, ()) if not entry.is_evicted]
         if not entries:
-            return Miss(signature) if self.has_room(signature.text) else Refusal(KEEPS_CHANGING)
+            return Miss(signature) if self.has_room(signature.text) else Refusal(_MANY_SIGNATURES)
         shapes = [t.shape for t in ordered]
         entry = next((e for e in entries if e.graph.spec.fits(shapes)), None)
         if entry is None:
-            return Refusal("sizes outside of what the graph was traced for")
+            return Refusal(Reason(ReasonCode.SIZES_OUTSIDE))
         return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
 
     def has_room(self, signature_text: str) -> bool:
@@ -189,15 +191,15 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
     try:
         writes = spec.left_behind(shapes)
     except Exception as error:  # a file says what it likes
-        return Refusal(f"a graph whose contract makes no sense ({one_line(error)})")
+        return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
     return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)
 
 
-def _unusual_weight(module: nn.Module) -> str | None:
+def _unusual_weight(module: nn.Module) -> Reason | None:
     """Quantised and wrapped weights decide for themselves what an operator does to them."""
     types = {type(group[name]) for _, (group, name) in tensor_slots(module)}
     unusual = sorted(kind.__name__ for kind in types if kind not in TENSOR_TYPES)
-    return f"weights of type {unusual[0]}" if unusual else None
+    return Reason(ReasonCode.WEIGHT_TYPE, unusual[0]) if unusual else None
 
 
 def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:

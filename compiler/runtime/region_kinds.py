@@ -14,8 +14,8 @@ from torch import nn
 from ..backends.base import Backend
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.reason import Reason, ReasonCode, Unsupported
 from ..compile_cache.background_queue import Background
-from ..identity.call_signature import Unsupported
 from ..identity.fingerprint import Describer
 from ..identity.regions import Region
 from ..identity.watch import Watch
@@ -129,10 +129,10 @@ class RegionKinds:
             return
         self.target = replace(self.target, device=device)
         self._kinds.clear()
-        reason = self.target.backend.available(device)
+        missing = self.target.backend.available(device)
         self._describe_all(list(self._fingerprints))
         for kind in self._kinds.values():
-            kind.closed = kind.closed or reason
+            kind.closed = kind.closed or (Reason(ReasonCode.BACKEND, missing) if missing else None)
 
     def _describe_all(self, paths: Iterable[str]) -> Watch:
         """Describe the regions as they are now; return the places that were looked at."""
@@ -152,10 +152,10 @@ class RegionKinds:
             self._limit_states(path, description.fingerprint)
             known = self._kinds.get(description.fingerprint)
             kind = known or RegionKind.of(module, description, host, device)
-        except Unsupported as reason:
-            kind = RegionKind.closed_for(str(reason), path, module, device)
+        except Unsupported as error:
+            kind = RegionKind.closed_for(error.reason, path, module, device)
         except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
-            reason = f"a block that cannot be described ({one_line(error)})"
+            reason = Reason(ReasonCode.INDESCRIBABLE, one_line(error))
             kind = RegionKind.closed_for(reason, path, module, device)
         self._fingerprints[path] = kind.fingerprint
         return self._kinds.setdefault(kind.fingerprint, kind)
@@ -163,7 +163,7 @@ class RegionKinds:
     def _limit_states(self, path: str, identity: str) -> None:
         states = self._states[path]
         if identity not in states and len(states) > MAX_STATES:
-            raise Unsupported(f"a block that keeps changing (more than {MAX_STATES} times)")
+            raise Unsupported(ReasonCode.KEEPS_CHANGING, str(MAX_STATES))
         states.add(identity)
 
     def _submodule(self, path: str) -> nn.Module | None:

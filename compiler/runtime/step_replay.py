@@ -23,12 +23,12 @@ from torch import nn
 
 from ..common.compare import disagreement
 from ..common.counters import Counters
-from ..common.errors import one_line
 from ..common.host import Host
+from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.tensors import tensors_in
 from ..common.torch_compat import foreach_copy, pytree
 from ..compile_cache.graph_cache import CacheEntry
-from ..identity.call_signature import ContextArguments, Unsupported
+from ..identity.call_signature import ContextArguments
 from ..identity.fingerprint import Describer
 from ..identity.watch import Watch
 from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
@@ -53,7 +53,7 @@ class _Seen:
 class _NotCaptured:
     """Calls of this size cannot be captured."""
 
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class StepReplay:
         self._entries: set[CacheEntry] = set()
         """Region graphs that the captures contain."""
         self._pool: Any = None
-        self.reason = ""
-        """Why the last call was not replayed; empty if it was, or if nothing is known yet."""
+        self.reason: Reason | None = None
+        """Why the last call was not replayed; None if it was, or if nothing is known yet."""
         self.has_replayed = False
 
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall) -> Any:
@@ -124,17 +124,17 @@ class StepReplay:
             result = _replayed(state, tensors) if isinstance(state, _Captured) else None
             # Only now, while the GPU works: a replay reads tensors that are in place and writes to its own.
             self._modules.check()
-        except (Unsupported, Changed) as reason:
+        except (Unsupported, Changed) as error:
             self.forget()
-            self.reason = str(reason) or "a module was replaced"
+            self.reason = error.reason if isinstance(error, Unsupported) else Reason(ReasonCode.MODULE_REPLACED)
             return call(*args, **kwargs)
         if isinstance(state, _Captured):
             self._counters.add("replays")
-            self.reason = ""
+            self.reason = None
             self.has_replayed = running.was_replayed = True
             return result
         if steps < FEWEST_STEPS and not is_lent_memory(self._device):
-            self.reason = f"fewer than {FEWEST_STEPS} steps"
+            self.reason = Reason(ReasonCode.FEW_STEPS, str(FEWEST_STEPS))
             return call(*args, **kwargs)
         if state is None:
             return self._call_first(key, call, args, kwargs, running)
@@ -177,10 +177,10 @@ class StepReplay:
         """
         context = self._context.of(args, kwargs)
         if reason := self._host.capture_blocker(context, self._strings):
-            raise Unsupported(reason)
+            raise Unsupported.of(reason)
         token, tensors = self._context.token(args, kwargs)
         if any(t.device != self._device for t in tensors):
-            raise Unsupported("an input on another device")
+            raise Unsupported(ReasonCode.INPUT_DEVICE)
         return (*token, _arithmetic()), tensors, self._host.steps(context)
 
     def _is_unchanged(self) -> bool:
@@ -198,7 +198,7 @@ class StepReplay:
             self._entries |= running.entries
             self._tensors = self._tensors or TensorGuard(self._network(), self._device)
             self._watch = self._watch or _watch_of(self._network(), self._host)
-            self.reason = "" if self._tensors.is_usable else "weights that are not all on the GPU"
+            self.reason = None if self._tensors.is_usable else Reason(ReasonCode.WEIGHTS_ELSEWHERE)
         return result
 
     def _has_room(self) -> bool:
@@ -225,9 +225,9 @@ class StepReplay:
             if error is None:
                 captured = self._captured(call, own, expected if form is None else form)
                 result = captured.replay([t.clone() for t in captured.inputs])
-                error = None if form is not None else disagreement(tensors_in(result), tensors_in(expected))
+                error = None if form is not None else _difference(result, expected)
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
-            error = one_line(raised)
+            error = reason_of(raised)
         if error is None:
             self._counters.add("captures")
             self._validated[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
@@ -238,11 +238,11 @@ class StepReplay:
         self._states[key], self.reason = _NotCaptured(error), error
         return expected if form is None else call(*args, **kwargs)
 
-    def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+    def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Reason | None]:
         """Make a call; return its result, and what keeps it from being captured."""
         with SyncDetector(self._device) as watch:
             result = call(*args, **kwargs)
-        return result, f"the model waits for the GPU within a step ({watch.found})" if watch.found else None
+        return result, Reason(ReasonCode.WAITS_FOR_GPU, watch.found) if watch.found else None
 
     def _captured(self, call: Callable, own: _OwnArguments, form: Any) -> _Captured:
         """Return a capture of a call whose result has this form."""
@@ -271,11 +271,16 @@ def _watch_of(network: nn.Module, host: Host) -> Watch:
     return describer.watch
 
 
+def _difference(result: Any, expected: Any) -> Reason | None:
+    text = disagreement(tensors_in(result), tensors_in(expected))
+    return Reason(ReasonCode.CAPTURE_DIFFERS, text.splitlines()[0]) if text else None
+
+
 def _replayed(captured: _Captured, tensors: Sequence[torch.Tensor]) -> Any:
     try:
         return captured.replay(tensors)
     except RuntimeError as error:
-        raise Unsupported(one_line(error)) from error
+        raise Unsupported.of(reason_of(error)) from error
 
 
 class _OwnArguments:

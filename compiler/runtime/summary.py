@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ..common.counters import Counters
+from ..common.reason import Reason
 from ..compile_cache.graph_cache import CacheEntry
 from .region_kind import RegionKind
 
@@ -22,7 +23,7 @@ class Progress:
     source: str
     """"memory", "disk", "compiled" or "eager"."""
     seconds: float
-    reason: str = ""
+    reason: Reason | None = None
     """Why the region stays eager, if it does."""
 
 
@@ -50,7 +51,7 @@ class Summary:
     from_file: int
     compiles: int
     seconds: float
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     loaded: int
     """Kinds that a file gave a graph."""
     compiled_here: tuple[str, ...]
@@ -85,7 +86,7 @@ class KindInUse:
     blocks: int
     entries: tuple[CacheEntry, ...]
     """One per signature of call, and those that failed their check."""
-    refusals: tuple[str, ...]
+    refusals: tuple[Reason, ...]
     """Why calls run eagerly that no graph was made for."""
 
     @classmethod
@@ -100,7 +101,7 @@ class KindInUse:
         return tuple(entry for entry in self.entries if not entry.retired)
 
     @property
-    def reasons(self) -> tuple[str, ...]:
+    def reasons(self) -> tuple[Reason, ...]:
         """Every reason for which a call runs eagerly."""
         return (*self.refusals, *(entry.retired for entry in self.entries if entry.retired))
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import (
     ConstantArgument,
     FakeTensorMode,
@@ -28,7 +29,7 @@ from ..common.torch_compat import (
     size_expression,
     version,
 )
-from ..identity.call_signature import CallSignature, Unsupported, call_forward
+from ..identity.call_signature import CallSignature, call_forward
 from ..identity.context_options import TracedOptions, encode_writes
 from ..identity.fingerprint import string_constants_of, tensor_attributes
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
@@ -78,7 +79,7 @@ class _PureRegion(nn.Module):
         with functions(has_maps):
             result = call_forward(region, arguments, context)
         if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
-            raise Unsupported("a region that writes to a list or dictionary it is given")
+            raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         # Some blocks make their map contiguous at the end, which the next block would have to undo.
         return pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
 
@@ -100,7 +101,7 @@ def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
 
 def _exported(request: GraphRequest, host: Host, functions: Functions) -> ExportedRegion:
     if constants := tensor_attributes(request.module, host):
-        raise Unsupported(f"a tensor outside parameters and buffers ({constants[0]})")
+        raise Unsupported(ReasonCode.STRAY_TENSOR, constants[0])
     string_constants = string_constants_of(request.module, host)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
@@ -134,7 +135,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
             pure, (weights, inputs), dynamic_shapes=([None] * len(weights), symbols), strict=False
         )
     if _draws_random_numbers(program):
-        raise Unsupported("a region that draws random numbers")
+        raise Unsupported(ReasonCode.RANDOM)
     weight_specs = tuple(
         WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
         for (name, _), t in zip(named, weights, strict=True)
@@ -175,7 +176,7 @@ def _mutated_inputs(
         pure(weights, inputs)
         changed = [version(t) != was for t, was in zip([*weights, *inputs], before, strict=True)]
     if any(changed[: len(weights)]):
-        raise Unsupported("a region that writes to its own weights")
+        raise Unsupported(ReasonCode.WRITES_WEIGHTS)
     return tuple(i for i, moved in enumerate(changed[len(weights) :]) if moved)
 
 
@@ -231,4 +232,4 @@ def _is_tensor(argument: Any) -> bool:
         return True
     if isinstance(argument, ConstantArgument) and argument.value is None:
         return False
-    raise Unsupported("a region that returns something besides tensors and None")
+    raise Unsupported(ReasonCode.RESULT_TYPE)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..common.host import PatchCall
-from ..identity.call_signature import Unsupported
+from ..common.reason import ReasonCode, ReasonedError, Unsupported
 from ..identity.context_options import Unknown
 
 _REPLACEMENT = "(str hook, str constants, Tensor q, Tensor k, Tensor v) -> Tensor"
@@ -26,8 +26,8 @@ _OUTPUT = "(str hook, str constants, Tensor x) -> Tensor"
 _running = threading.local()
 
 
-class WrongOutput(Exception):
-    """A patch returned what a graph cannot take. People are shown the message as the reason."""
+class WrongOutput(ReasonedError):
+    """A patch returned what a graph cannot take."""
 
 
 class PatchFailed(Exception):
@@ -79,7 +79,7 @@ def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
                 inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
                 output = result.clone() if result.untyped_storage().data_ptr() in inputs else result
                 return output.contiguous()
-            raise WrongOutput(f"patch {hook} changes the shape or dtype")
+            raise WrongOutput(ReasonCode.PATCH_RESULT, hook)
         except BaseException as error:
             state["error"] = error
     return torch.zeros_like(expected, memory_format=torch.contiguous_format)
@@ -107,7 +107,7 @@ def placeholder(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]
 def _encode(constants: Mapping[str, Any]) -> str:
     for name, value in constants.items():
         if not isinstance(value, int | float | str | None | torch.dtype) or isinstance(value, torch.SymInt):
-            raise Unsupported(f"a patch that is given {name}, which is no plain value")
+            raise Unsupported(ReasonCode.PATCH_ARGUMENT, name)
     return json.dumps({n: {"dtype": str(v)} if isinstance(v, torch.dtype) else v for n, v in constants.items()})
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ..common.host import Host
+from ..common.reason import Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree
-from ..identity.call_signature import CallSignature, Unsupported, bind, read
+from ..identity.call_signature import CallSignature, bind, read
 from ..identity.regions import Region
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy

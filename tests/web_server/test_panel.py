@@ -227,7 +227,7 @@ def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
         {"name": "torch", "text": "2.8.0", "ok": True, "remedy": ""},
         {"name": "Triton", "text": MARKUP, "ok": False, "remedy": "pip install triton"},
     ]
-    page.route("**/compiled_graphs/registry", lambda route: route.fulfill(json=HOSTILE))
+    page.route("**/compiled_graphs/registry?*", lambda route: route.fulfill(json=HOSTILE))
     page.route("**/compiled_graphs/doctor", lambda route: route.fulfill(json=facts))
     page.click(".compiled-graphs-tab-button")
     page.click(".compiled-graphs-tab-button")

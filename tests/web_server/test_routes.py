@@ -170,6 +170,8 @@ def test_reasons_are_explained(server, workflow):
     found = report(server)
     assert "patch attn1_patch" in found["workflows"][ID]["roles"][ROLE]["reasons"]
     assert "HyperTile" in found["explained"]["patch attn1_patch"]
+    chinese = server.get("/compiled_graphs/registry?language=zh")
+    assert "有节点改变了注意力的输入" in chinese["explained"]["patch attn1_patch"]
 
 
 async def _listen(server, seconds, begin):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ...common.reason import ReasonCode, Unsupported
 from ...common.torch_compat import InputKind, OpOverload, OutputKind
-from ...identity.call_signature import Unsupported
 from ...tracing.export import ExportedRegion
 from .operators import OPERATORS
 
@@ -47,12 +47,12 @@ def portable(exported: ExportedRegion) -> bytes:
         table.pop(getattr(torch.ops.aten, name).default, None)
     program = exported.program.run_decompositions(table)
     if any(spec.kind is not InputKind.USER_INPUT for spec in program.graph_signature.input_specs):
-        raise Unsupported("a tensor that the block makes itself")
+        raise Unsupported(ReasonCode.ONEFLOW_CONSTANT)
     inputs = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     ends = _Ends(program, inputs)
     nodes = _needed(program.graph, ends.nodes)
     if unknown := sorted({_target(node) for node in nodes} - OPERATORS.keys()):
-        raise Unsupported(f"an operator that OneFlow does not have here ({unknown[0]})")
+        raise Unsupported(ReasonCode.ONEFLOW_OPERATOR, unknown[0])
     fields = {
         "inputs": inputs,
         "weights": [[DTYPES[weight.dtype], list(weight.shape)] for weight in exported.spec.weights],
@@ -92,9 +92,9 @@ def _check_dtypes(exported: ExportedRegion) -> None:
     spec = exported.spec
     for dtype in sorted({item.dtype for item in (*spec.weights, *spec.inputs)}):
         if dtype not in DTYPES:
-            raise Unsupported(f"{dtype.removeprefix('torch.')}, which OneFlow does not compute in")
+            raise Unsupported(ReasonCode.ONEFLOW_DTYPE, dtype.removeprefix("torch."))
         if DTYPES[dtype] in GPU_ONLY and not spec.device.startswith("cuda"):
-            raise Unsupported(f"{DTYPES[dtype]} on a CPU, where OneFlow does not compute in it")
+            raise Unsupported(ReasonCode.ONEFLOW_CPU_DTYPE, DTYPES[dtype])
 
 
 def _needed(graph: torch.fx.Graph, results: list[torch.fx.Node]) -> list[torch.fx.Node]:
@@ -126,4 +126,4 @@ def _encode(value: Any) -> Any:
         return None
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise Unsupported(f"an argument that no program can hold ({type(value).__name__})")
+    raise Unsupported(ReasonCode.ONEFLOW_ARGUMENT, type(value).__name__)

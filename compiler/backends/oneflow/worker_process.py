@@ -16,6 +16,7 @@ import torch
 
 from ...common import boot
 from ...common.jobs import CompileTimeout, compile_limit
+from ...common.reason import ReasonCode
 from .serve import Arena, places, receive, send
 
 PATIENCE = 30.0
@@ -131,7 +132,7 @@ class WorkerProcess:
         except (EOFError, OSError):
             if expired.is_set() and known_limit is None:
                 self._end()
-                raise CompileTimeout(f"OneFlow took more than {limit:g} s") from None
+                raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s in OneFlow") from None
             raise
         finally:
             timer.cancel()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from compiled_graphs.compiler.common.counters import Counters
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 
 
 def test_counts_travel_to_every_parent():
@@ -21,13 +22,14 @@ def test_a_parents_counts_stay_out_of_its_children():
 def test_eager_calls_are_counted_by_reason_here_and_above():
     top = Counters()
     child = Counters(parent=top)
-    for reason in ("hook", "hook", "dtype"):
+    hook, dtype = Reason(ReasonCode.HOOK), Reason(ReasonCode.TENSOR_TYPE, "Scaled")
+    for reason in (hook, hook, dtype):
         child.add_eager(reason)
-    assert child.eager_calls == top.eager_calls == {"hook": 2, "dtype": 1}
+    assert child.eager_calls == top.eager_calls == {hook: 2, dtype: 1}
 
 
 def test_two_counters_do_not_share_their_reasons():
-    Counters().add_eager("hook")
+    Counters().add_eager(Reason(ReasonCode.HOOK))
     assert not Counters().eager_calls
 
 

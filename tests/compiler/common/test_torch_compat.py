@@ -94,7 +94,7 @@ def compiled(backend):
         expected = network(*inputs)
         model = networks.compile_network(network, Registry(), backend)
         torch.testing.assert_close(network(*inputs), expected)
-    return [model.counters.compiles, dict(model.counters.eager_calls)]
+    return [model.counters.compiles, {str(reason): n for reason, n in model.counters.eager_calls.items()}]
 
 print(json.dumps({path: look(path) for path in json.loads(names)}))
 """

@@ -18,6 +18,7 @@ from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.jobs import CompileTimeout
+from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.compile_cache import worker_pool as workers_module
 from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
 from compiled_graphs.compiler.compile_cache.worker_main import Setup, receive, send
@@ -115,7 +116,7 @@ def test_code_that_differs_in_a_worker_is_refused(workers, variant):
 
 def test_failing_worker_leaves_it_to_this_process(workers, variant, monkeypatch):
     def fail(*_):
-        raise WorkerError("no")
+        raise WorkerError(ReasonCode.WORKER, "ended")
 
     monkeypatch.setattr(workers, "compile", fail)
     cache, counters = GraphCache(workers=workers), Counters()
@@ -326,7 +327,7 @@ class TwoBusyProcesses(Workers):
         time.sleep(0.05)
         with self._lock:
             self._now -= 1
-        raise WorkerError("busy")
+        raise WorkerError(ReasonCode.WORKER, "ended")
 
 
 def test_largest_regions_are_ordered_first():

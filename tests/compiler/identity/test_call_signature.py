@@ -4,10 +4,10 @@ from collections import namedtuple
 
 import pytest
 import torch
+from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.identity.call_signature import (
     TENSOR,
     Call,
-    Unsupported,
     bind,
     call_forward,
     graph_key,

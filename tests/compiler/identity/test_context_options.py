@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.identity.call_signature import Unsupported
+from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.identity.context_options import TracedOptions, Unknown, decode_writes, encode_writes
 
 KEY = "strength"

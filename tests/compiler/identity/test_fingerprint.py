@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.identity.fingerprint import Describer, fingerprint, string_constants_of, tensor_attributes
 from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
 from torch import nn
@@ -173,7 +174,7 @@ def test_only_command_line_options_that_are_read_matter(load, kind):
 def test_code_that_writes_to_a_global_is_obscure(load, line):
     module = load(("x = self.norm(widen(self.linear(x)))", f"{line}; x = self.norm(widen(self.linear(x)))"))
     module.seen = {}
-    assert "remembers things in a global" in Describer(Host()).describe(module.Block()).obscure
+    assert Describer(Host()).describe(module.Block()).obscure.code is ReasonCode.GLOBAL_STATE
 
 
 @pytest.mark.parametrize("folder", ["/opt/comfy/custom_nodes/blocks", "C:\\\\comfy\\\\custom_nodes\\\\My Blocks"])

@@ -317,5 +317,5 @@ def test_what_cannot_be_described_says_so(value, said):
     block = Network().blocks[0]
     block[0].secret = value
     description = Describer(Host()).describe(block)
-    assert said in description.obscure
-    assert "secret" in description.obscure
+    assert said in str(description.obscure)
+    assert "secret" in description.obscure.detail

@@ -11,6 +11,7 @@ import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache import graph_cache as graph_cache_module
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache, Requester
 from compiled_graphs.compiler.registry import registry as registry_module
@@ -322,7 +323,7 @@ def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
     registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     compiled = used(registry, network)
     (entry,) = [entry for kind in compiled.kinds() for entry in kind.graphs]
-    entry.retired = "the graph of TransformerBlock failed its check"
+    entry.retired = Reason(ReasonCode.CHECK_FAILED, "TransformerBlock failed its check")
     assert registry.evict("workflow", registry.keep("workflow")) == 0
     assert obtain(registry, transformer()) == (entry, "memory")
     network(*network.inputs(sizes()))

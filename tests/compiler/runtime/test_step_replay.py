@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import CacheEntry
 from compiled_graphs.compiler.runtime import step_replay as module
 from compiled_graphs.compiler.runtime.cuda_graph import can_capture
@@ -154,9 +155,9 @@ def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
 def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_recordings(network):
     recordings = serving(network)
     assert replayed(recordings, network, x(), options={})
-    assert recordings.reason == ""
-    assert python_calls(recordings, network, x(), options={"reason": "a patch"}) == 1
-    assert recordings.reason == "a patch"
+    assert recordings.reason is None
+    assert python_calls(recordings, network, x(), options={"reason": Reason(ReasonCode.ANY_PATCH)}) == 1
+    assert recordings.reason == Reason(ReasonCode.ANY_PATCH)
     assert python_calls(recordings, network, x(), options={}) == 1
 
 
@@ -242,7 +243,7 @@ def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
     for _ in range(3):
         serve(recordings, lambda x: x, (x(),), {})
     assert recordings._counters.captures == 0
-    assert recordings.reason == "weights that are not all on the GPU"
+    assert recordings.reason == Reason(ReasonCode.WEIGHTS_ELSEWHERE)
 
 
 @pytest.mark.parametrize("event", ["had_setup", "is_eager_in_part"])
@@ -269,7 +270,7 @@ def test_a_graph_out_of_use_ends_its_captures(network, change):
     for _ in range(3):
         serve(recordings, network, (x(),), {}, running)
     assert recordings._counters.replays == 1
-    CacheEntry(None).retired = "another graph"
+    CacheEntry(None).retired = Reason(ReasonCode.CHECK_FAILED, "another region")
     assert python_calls(recordings, network, x()) == 0
     for name, value in change.items():
         setattr(entry, name, value)
@@ -297,7 +298,7 @@ def test_a_call_that_cannot_be_recorded_is_made_and_not_tried_again(network):
     recordings = serving(network, fail)
     assert [python_calls(recordings, network, x()) for _ in range(4)] == [1, 1, 1, 1]
     assert len(attempts) == 1
-    assert recordings.reason == "OutOfMemoryError: no memory"
+    assert recordings.reason == Reason(ReasonCode.ERROR, "OutOfMemoryError: no memory")
 
 
 def test_once_right_a_kind_of_call_is_not_compared_again(network):
@@ -368,7 +369,7 @@ def test_few_steps_pay_for_a_recording_only_where_it_outlives_them(network, monk
     few = {"options": {"steps": FEWEST_STEPS - 1}}
     recordings = serving(network)
     assert [python_calls(recordings, network, x(), **few) for _ in range(4)] == [1, 1, 1, 1]
-    assert recordings.reason == f"fewer than {FEWEST_STEPS} steps"
+    assert recordings.reason == Reason(ReasonCode.FEW_STEPS, str(FEWEST_STEPS))
     monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
     monkeypatch.setattr(module, "return_lent_memory", lambda device: None)
     recordings = serving(network)
@@ -413,9 +414,9 @@ def test_a_recording_that_finds_no_memory_any_more_is_made_anew(network, lent, m
     monkeypatch.setattr(recorded.graph, "replay", fail)
     item = x()
     torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
-    assert recordings.reason == "OutOfMemoryError: CUDA out of memory"
+    assert recordings.reason == Reason(ReasonCode.ERROR, "OutOfMemoryError: CUDA out of memory")
     assert replayed(recordings, network, x())
-    assert recordings.reason == ""
+    assert recordings.reason is None
 
 
 def test_other_arithmetic_is_another_call(network, lent):
@@ -482,7 +483,7 @@ def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_w
         item = x()
         torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
     assert recordings._counters.captures == 0
-    assert recordings.reason == "the model waits for the GPU within a step (aten._local_scalar_dense)"
+    assert recordings.reason == Reason(ReasonCode.WAITS_FOR_GPU, "aten._local_scalar_dense")
 
 
 @on_gpu
@@ -500,7 +501,7 @@ def test_what_python_raises_while_recording_is_survived():
     item = torch.ones(2, 4, device=device)
     for _ in range(4):
         torch.testing.assert_close(serve(recordings, failing, (item,), {}), network(item).repeat(64, 64))
-    assert recordings.reason.startswith("ZeroDivisionError")
+    assert recordings.reason.detail.startswith("ZeroDivisionError")
     recordings.forget()
     for _ in range(3):
         item = torch.randn(2, 4, device=device)

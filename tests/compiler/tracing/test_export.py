@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.identity.call_signature import Unsupported
+from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.tracing import decompositions as gpu_functions
 from compiled_graphs.compiler.tracing.decompositions import cat_by_tokens
 from compiled_graphs.compiler.tracing.export import _index_limits, export_region

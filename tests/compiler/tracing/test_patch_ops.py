@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from compiled_graphs.compiler.identity.call_signature import Unsupported
+from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.tracing.patch_ops import (
     PatchFailed,
     WrongOutput,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ....common.host import Host
+from ....common.reason import Reason, ReasonCode
 from ....identity.context_options import TracedOptions, fresh
 from ....identity.fingerprint import is_outside
 from ....identity.source import functions_in
@@ -136,33 +137,33 @@ class ComfyHost(Host):
                 module.__dict__["optimized_attention"] = opaque_map_attention(function)
         multiply_weights(twin)
 
-    def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
+    def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
         options = context.get(OPTIONS) or {}
         can_be_operators = attention_patches.can_be_operators(string_constants)
         operators = attention_patches.PATCH_POINTS if can_be_operators else frozenset()
         for name, patches in options.get(PATCHES, {}).items():
             if patches and name in string_constants and name not in operators:
-                return f"patch {name}"
+                return Reason(ReasonCode.PATCH, name)
         for name, blocks in options.get(REPLACEMENTS, {}).items():
             if name in string_constants and name not in operators and _covers(blocks, options.get(BLOCK)):
-                return f"replacement patch {name}"
+                return Reason(ReasonCode.REPLACEMENT_PATCH, name)
         for name in options:
             if name in string_constants and name not in _BOOKKEEPING:
-                return f"transformer option {name}"
+                return Reason(ReasonCode.OPTION, name)
         return None
 
-    def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str | None:
+    def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A step that no patch, wrapper or option that the network looks up can change."""
         options = context.get(OPTIONS) or {}
         if self.steps(context) < 1:
-            return "a call outside of a sampling"
+            return Reason(ReasonCode.OUTSIDE_SAMPLING)
         if deep_cache.MARK in options:
-            return "DeepCache, whose steps are not alike"
+            return Reason(ReasonCode.DEEP_CACHE)
         if any(options.get(PATCHES, {}).values()) or any(options.get(REPLACEMENTS, {}).values()):
-            return "a patch"
+            return Reason(ReasonCode.ANY_PATCH)
         if any(options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS, {}).values()):
-            return "a wrapper of the network"
+            return Reason(ReasonCode.NETWORK_WRAPPER)
         return self.unsupported_patch(context, string_constants)
 
     def steps(self, context: Mapping[str, Any]) -> int:

@@ -102,7 +102,7 @@ expected = network(x)
 compiled = install(network, Registry(), InductorBackend(), verify=False)
 refused = compiled.load(read_graphs(Path(sys.argv[1]).read_bytes(), Trust()))
 error = (network(x) - expected).abs().max().item()
-print(json.dumps([refused, error, totals.compiles, totals.from_file, dict(totals.eager_calls), counters]))
+print(json.dumps([refused, error, totals.compiles, totals.from_file, len(totals.eager_calls), counters]))
 """
 
 
@@ -124,7 +124,7 @@ def test_a_file_loads_in_a_new_process_with_empty_caches_and_without_any_compile
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     refused, error, compiles, from_file, eager_calls, torch_counted = json.loads(done.stdout.splitlines()[-1])
-    assert (refused, compiles, from_file, eager_calls) == ([], 0, 1, {})
+    assert (refused, compiles, from_file, eager_calls) == ([], 0, 1, 0)
     assert error < 1e-4
     assert not used.exists() or set(used.read_text().split()) == {"--version"}  # torch asks that when imported
     assert not [name for group in torch_counted.values() for name in group], "torch traced or compiled"

@@ -17,8 +17,8 @@ import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS, choose_backend
 from compiled_graphs.compiler.backends.oneflow import OneFlowBackend, backend, worker_process
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode, Unsupported
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
-from compiled_graphs.compiler.identity.call_signature import Unsupported
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.storage.store import FolderStore
@@ -279,7 +279,7 @@ def test_missing_operator_is_named_and_stays_eager():
     compiled = compile_network(network, Registry(), BACKEND)
     (x,) = network.inputs(sizes())
     assert network(x).shape == x.shape
-    reason = "Unsupported: an operator that OneFlow does not have here (aten.cumsum.default)"
+    reason = Reason(ReasonCode.ONEFLOW_OPERATOR, "aten.cumsum.default")
     assert compiled.summary().reasons == (reason,)
     assert dict(compiled.counters.eager_calls) == {reason: 2}
 

@@ -12,6 +12,7 @@ import comfy.model_management
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.worker_pool import WorkerError, Workers
 from compiled_graphs.compiler.hosts.comfy import compile as host
@@ -20,7 +21,7 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.registry.registry import Registry
 
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
-WAITING = "compiling in the background"
+WAITING = Reason(ReasonCode.BACKGROUND)
 PATIENCE = 300.0
 """Seconds after which something that is to come is taken not to come."""
 STOPPED = getattr(comfy.model_management, "InterruptProcessingException", None) or (
@@ -80,7 +81,7 @@ def counters(model):
 
 def test_the_node_is_done_at_once_and_the_first_prompt_runs_eagerly(gate, model, sample):
     ours, text = compiled(model)
-    assert text.endswith(WAITING)
+    assert text.endswith(str(WAITING))
     expected = sample(model, "tiny_sd15", seed=1)
     assert_same(sample(ours, "tiny_sd15", seed=1), expected)
     assert set(counters(ours).eager_calls) == {WAITING}
@@ -121,11 +122,11 @@ def test_the_node_is_told_of_each_graph_and_of_the_end(model):
     ours, _ = compiled(model, on_change=told.append)
     host.finish(ours)
     deadline = time.monotonic() + PATIENCE
-    while (not told or WAITING in told[-1]) and time.monotonic() < deadline:
+    while (not told or str(WAITING) in told[-1]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(told) == 4
     assert told[-1].startswith("3 regions, 3 compiled, 0 eager")
-    assert WAITING not in told[-1]
+    assert str(WAITING) not in told[-1]
 
 
 @pytest.fixture
@@ -190,13 +191,13 @@ def test_a_kind_of_call_that_turns_up_is_compiled_behind_it(model, sample):
 
 def test_what_a_worker_cannot_compile_stays_eager_with_the_reason(model, sample, worker, monkeypatch):
     def fail(variant, backend):
-        raise WorkerError("no such kernel")
+        raise WorkerError(ReasonCode.WORKER, "ended (no such kernel)")
 
     monkeypatch.setattr(worker, "compile", fail)
     ours, _ = compiled(model)
     host.finish(ours)
     assert_same(sample(ours, "tiny_sd15"), sample(model, "tiny_sd15"))
-    assert set(counters(ours).eager_calls) == {"WorkerError: no such kernel"}
+    assert set(counters(ours).eager_calls) == {Reason(ReasonCode.WORKER, "ended (no such kernel)")}
 
 
 def test_nothing_is_traced_beside_a_running_model(model, sample, monkeypatch):

@@ -9,6 +9,7 @@ import comfy.utils
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from rows import adapted, low_rank
 from torch import nn
@@ -87,7 +88,9 @@ def test_scaled_fp8_gives_eagers_image(load, sample, registry):
     with totals.expect(compiles=0, retired=0):
         assert_images(sample, "tiny_sd3", ours, model)
         assert_images(sample, "tiny_sd3", adapted(low_rank)(ours, 1.0), adapted(low_rank)(model, 1.0))
-    assert {*(totals.eager_calls - before)} == ({"weights of type QuantizedTensor"} if quantised else set())
+    assert {*(totals.eager_calls - before)} == (
+        {Reason(ReasonCode.WEIGHT_TYPE, "QuantizedTensor")} if quantised else set()
+    )
 
 
 class Packed(torch.Tensor):
@@ -121,7 +124,7 @@ def test_packed_weights_pass_through_with_their_type_and_the_rest_is_compiled(lo
     calls = totals.calls
     assert_same(sample(ours, "tiny_sd15", steps=steps), sample(model, "tiny_sd15", steps=steps))
     eager = totals.eager_calls - before
-    assert eager == {"weights of type Packed": steps}
+    assert eager == {Reason(ReasonCode.WEIGHT_TYPE, "Packed"): steps}
     assert totals.calls - calls > 3 * steps
 
 
@@ -178,9 +181,7 @@ def test_any_part_of_the_weights_may_be_on_the_gpu(state, streams, load, sample,
                     assert_same(image, expected)
                 eager |= set(totals.eager_calls - before)
             management.unload_all_models()
-        assert all(
-            r.startswith(("weights on cpu while the model runs", "weights changed on the fly")) for r in eager
-        ), eager
+        assert all(reason.code in (ReasonCode.WEIGHT_DEVICE, ReasonCode.WEIGHT_FUNCTION) for reason in eager), eager
         assert eager
         monkeypatch.undo()
         before = totals.eager_calls.copy()
@@ -208,7 +209,7 @@ def test_weights_that_wait_in_pinned_memory_are_weights_on_the_cpu(load, sample,
     with totals.expect(compiles=0, retired=0):
         for prompt, expected in zip(PROMPTS, theirs, strict=True):
             assert_same(sample(ours, "tiny_sdxl", **prompt), expected)
-    assert all(reason.startswith("weights on cpu") for reason in totals.eager_calls - before)
+    assert all(reason.code is ReasonCode.WEIGHT_DEVICE for reason in totals.eager_calls - before)
 
 
 @on_gpu

@@ -9,6 +9,7 @@ import numpy
 import pipelines
 import pytest
 import torch
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.diffusers import pipeline as host
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.diffusers import compile_pipe
@@ -120,7 +121,7 @@ def test_a_change_after_compiling_shows(pipe, monkeypatch, change):
         change(pipe, patch)
         ours = image(pipe)
         with pytest.MonkeyPatch.context() as plain:
-            plain.setattr(host.HOST, "unsupported_patch", lambda *_: "for comparison")
+            plain.setattr(host.HOST, "unsupported_patch", lambda *_: Reason(ReasonCode.PATCH, "for comparison"))
             theirs = image(pipe)
         assert not torch.allclose(theirs, before, atol=1e-3)
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -134,7 +135,7 @@ def test_dropout_that_trains_shows(pipe):
     pipe.unet.train()
     ours = image(pipe)
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(host.HOST, "unsupported_patch", lambda *_: "for comparison")
+        plain.setattr(host.HOST, "unsupported_patch", lambda *_: Reason(ReasonCode.PATCH, "for comparison"))
         torch.testing.assert_close(ours, image(pipe), atol=1e-4, rtol=1e-4)
 
 

@@ -109,7 +109,7 @@ def reasons(pipe) -> set[str]:
     found = {reason for summary in summaries(pipe).values() for reason in summary.reasons}
     for _, _, part in host._compiled_parts(pipe):
         found |= set(part.compiled.counters.eager_calls)
-    return found
+    return {str(reason) for reason in found}
 
 
 def is_plain(pipe) -> bool:

@@ -1,0 +1,213 @@
+"""What a reason to run eagerly means to somebody who connects nodes, and what to do about it.
+
+Texts are found by a reason's code. English is the fallback for a language that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..common.reason import Reason, ReasonCode
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One text in each language."""
+
+    en: str
+    zh: str
+
+
+_MEMORY = Explanation(
+    "GPU memory is short, so ComfyUI brings the weights of these blocks when they are used. With more free memory "
+    "they run compiled.",
+    "显存不足，ComfyUI 在用到这些块时才搬来它们的权重。显存充足时它们会以编译方式运行。",
+)
+_PATCH = Explanation(
+    "A node changes what happens inside of these blocks. They run uncompiled while it is connected.",
+    "有节点改变了这些块内部的计算。连接它时，这些块不编译运行。",
+)
+_ATTENTION_PATCH = Explanation(
+    "A node changes what goes into attention, as HyperTile, token merging and hypernetworks do. The blocks that it "
+    "reaches run uncompiled while it is connected.",
+    "有节点改变了注意力的输入，例如 HyperTile、token merging 和 hypernetwork。连接它时，它作用到的块不编译运行。",
+)
+_OPTION = Explanation(
+    "A node sets an option that the code of these blocks reads. They follow it, uncompiled.",
+    "有节点设置了这些块的代码会读取的选项。它们不编译运行，以遵从该选项。",
+)
+_EXTENSION = Explanation(
+    "Another extension has changed these blocks, so its version of them runs.",
+    "另一个扩展修改了这些块，因此运行的是它的版本。",
+)
+_UNSTABLE = Explanation(
+    "Another extension changes these blocks while the model runs, so that no graph can be made of them.",
+    "另一个扩展在模型运行时不断修改这些块，因此无法为它们生成图。",
+)
+_VARYING = Explanation(
+    "Something in these blocks changes with every image, so that each would need a graph of its own.",
+    "这些块中有内容随每张图像变化，每次都需要一个单独的图。",
+)
+_SIZES = Explanation(
+    "The code of these blocks does not say which of its numbers are sizes.",
+    "这些块的代码没有表明哪些数是尺寸。",
+)
+_UNKNOWABLE = Explanation(
+    "What these blocks compute depends on something that cannot be written down, so no graph is shared for them.",
+    "这些块的计算取决于无法记录下来的内容，因此不为它们共享图。",
+)
+_MEMORY_OF_FRAMES = Explanation(
+    "These blocks remember earlier frames from one call to the next, which a graph cannot.",
+    "这些块会在调用之间记住之前的帧，图做不到这一点。",
+)
+_COMPILER = Explanation(
+    "These blocks cannot be traced or compiled here. They run as they would without this extension.",
+    "这些块在此处无法追踪或编译。它们按没有本扩展时的方式运行。",
+)
+_BACKEND = Explanation(
+    "The chosen compiler cannot be used here, or not for these blocks. Choose another backend at the node.",
+    "所选的编译器在此处或对这些块不可用。请在节点上选择其他后端。",
+)
+_SLOW_COMPILER = Explanation(
+    "The compiler took too long and was given up. COMPILED_GRAPHS_COMPILE_LIMIT sets the seconds it may take.",
+    "编译耗时过长，已放弃。COMPILED_GRAPHS_COMPILE_LIMIT 设置允许的秒数。",
+)
+_WORKER = Explanation(
+    "A background process could not compile these blocks. The log says why. Restart ComfyUI to try again.",
+    "后台进程未能编译这些块。原因见日志。重启 ComfyUI 可再试一次。",
+)
+_CALL = Explanation(
+    "A node calls these blocks in a way that a graph cannot serve.",
+    "有节点以图无法支持的方式调用这些块。",
+)
+_STEPS = Explanation(
+    "The blocks run compiled. The step around them is not replayed as one CUDA graph.",
+    "这些块以编译方式运行。外层的采样步没有作为一个 CUDA 图重放。",
+)
+
+EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
+    ReasonCode.CALL_MISFIT: _CALL,
+    ReasonCode.TENSOR_TYPE: _CALL,
+    ReasonCode.TENSOR_LAYOUT: _CALL,
+    ReasonCode.ARGUMENT_TYPE: _CALL,
+    ReasonCode.ALIASED_INPUT: _CALL,
+    ReasonCode.UNFORESEEN: _CALL,
+    ReasonCode.GRADIENTS: Explanation("The model is being trained.", "模型正在训练。"),
+    ReasonCode.AUTOCAST: Explanation(
+        "A node runs the model under autocast, which decides about dtypes while it runs.",
+        "有节点在 autocast 下运行模型，数据类型要到运行时才确定。",
+    ),
+    ReasonCode.SIZES_OUTSIDE: Explanation(
+        "The code of these blocks has a limit at another size than this one.",
+        "这些块的代码在其他尺寸上有限制，与当前尺寸不符。",
+    ),
+    ReasonCode.SIZES_UNCLEAR: _SIZES,
+    ReasonCode.SIZE_ARGUMENT: _SIZES,
+    ReasonCode.MANY_SIGNATURES: _VARYING,
+    ReasonCode.NOT_FINITE: Explanation(
+        "The compiled VAE gave values that are not finite, so the image was made again uncompiled.",
+        "编译后的 VAE 给出了非有限的数值，因此图像已不编译地重新生成。",
+    ),
+    ReasonCode.PATCH: _PATCH,
+    ReasonCode.REPLACEMENT_PATCH: _PATCH,
+    ReasonCode.PATCH_RESULT: _PATCH,
+    ReasonCode.PATCH_ARGUMENT: _PATCH,
+    ReasonCode.OPTION: _OPTION,
+    ReasonCode.OPTION_DECIDES: _OPTION,
+    ReasonCode.OPTION_REMOVED: _OPTION,
+    ReasonCode.OPTION_LEFT: _OPTION,
+    ReasonCode.OPTIONS_SEARCHED: _OPTION,
+    ReasonCode.OPTIONS_COUNTED: _OPTION,
+    ReasonCode.WEIGHT_FUNCTION: Explanation(
+        "A LoRA lies on weights that did not fit into GPU memory, and is added to them at each use. With more free "
+        "memory, or without the LoRA, these blocks run compiled.",
+        "LoRA 作用在未能放入显存的权重上，每次使用时才叠加。显存充足或不用 LoRA 时，这些块以编译方式运行。",
+    ),
+    ReasonCode.WEIGHT_TYPE: Explanation(
+        "The weights are quantised in a form of their own, such as GGUF, that a graph cannot read.",
+        "权重采用 GGUF 等特有的量化格式，图无法读取。",
+    ),
+    ReasonCode.WEIGHT_DEVICE: _MEMORY,
+    ReasonCode.WEIGHT_FORM: Explanation(
+        "Something has changed the weights of these blocks since the model was compiled. Queue the workflow again "
+        "from its loader.",
+        "模型编译之后，这些块的权重被改动过。请从加载器开始重新运行工作流。",
+    ),
+    ReasonCode.GLOBAL_HOOK: _EXTENSION,
+    ReasonCode.HOOK: _EXTENSION,
+    ReasonCode.FORWARD_REPLACED: _EXTENSION,
+    ReasonCode.KEEPS_CHANGING: _VARYING,
+    ReasonCode.CHANGES_MEANWHILE: _UNSTABLE,
+    ReasonCode.INDESCRIBABLE: _UNKNOWABLE,
+    ReasonCode.MANY_VALUES: _UNKNOWABLE,
+    ReasonCode.OPAQUE_OBJECT: _UNKNOWABLE,
+    ReasonCode.OPAQUE_TYPE: _UNKNOWABLE,
+    ReasonCode.OBJECT_ARRAY: _UNKNOWABLE,
+    ReasonCode.ITERATOR: _UNKNOWABLE,
+    ReasonCode.STRAY_TENSOR: _UNKNOWABLE,
+    ReasonCode.STRAY_LAYER: _UNKNOWABLE,
+    ReasonCode.GLOBAL_STATE: _UNKNOWABLE,
+    ReasonCode.WRITES_ARGUMENT: _MEMORY_OF_FRAMES,
+    ReasonCode.WRITES_WEIGHTS: _MEMORY_OF_FRAMES,
+    ReasonCode.RANDOM: Explanation(
+        "These blocks draw random numbers, and a graph would draw others.",
+        "这些块会抽取随机数，而图会抽到不同的随机数。",
+    ),
+    ReasonCode.RESULT_TYPE: _COMPILER,
+    ReasonCode.BACKEND: _BACKEND,
+    ReasonCode.BACKGROUND: Explanation(
+        "The graph is being made. These blocks run uncompiled until it is ready.",
+        "图正在生成。完成之前，这些块不编译运行。",
+    ),
+    ReasonCode.CHECK_FAILED: Explanation(
+        "The graph gave another result than the uncompiled block, by more than rounding, so it is not used.",
+        "图的结果与未编译的块相差超过舍入误差，因此不使用它。",
+    ),
+    ReasonCode.CONTRACT: _COMPILER,
+    ReasonCode.TAKEN_BACK: Explanation(
+        "Somebody dropped this graph while the model ran. The next image has it again.",
+        "模型运行时该图被丢弃。下一张图像会重新得到它。",
+    ),
+    ReasonCode.TIMEOUT: _SLOW_COMPILER,
+    ReasonCode.HANGS: Explanation(
+        "The compiler hangs on another block, and two compilers in one process are not safe. Restart ComfyUI to "
+        "compile again.",
+        "编译器卡在另一个块上，而同一进程中运行两个编译器并不安全。重启 ComfyUI 后可再次编译。",
+    ),
+    ReasonCode.WORKER: _WORKER,
+    ReasonCode.NOT_SENT: _WORKER,
+    ReasonCode.NOT_IMPORTED: _WORKER,
+    ReasonCode.CODE_DIFFERS: _WORKER,
+    ReasonCode.ONEFLOW_CONSTANT: _BACKEND,
+    ReasonCode.ONEFLOW_OPERATOR: _BACKEND,
+    ReasonCode.ONEFLOW_DTYPE: _BACKEND,
+    ReasonCode.ONEFLOW_CPU_DTYPE: _BACKEND,
+    ReasonCode.ONEFLOW_ARGUMENT: _BACKEND,
+    ReasonCode.ERROR: _COMPILER,
+    ReasonCode.HOST_SILENT: _STEPS,
+    ReasonCode.OUTSIDE_SAMPLING: _STEPS,
+    ReasonCode.DEEP_CACHE: _STEPS,
+    ReasonCode.ANY_PATCH: _STEPS,
+    ReasonCode.NETWORK_WRAPPER: _STEPS,
+    ReasonCode.FEW_STEPS: _STEPS,
+    ReasonCode.MODULE_REPLACED: _STEPS,
+    ReasonCode.INPUT_DEVICE: _STEPS,
+    ReasonCode.WEIGHTS_ELSEWHERE: _STEPS,
+    ReasonCode.CAPTURE_DIFFERS: _STEPS,
+    ReasonCode.WAITS_FOR_GPU: _STEPS,
+}
+"""Each code has one: a test walks them."""
+
+
+def explain(reason: Reason, language: str = "en") -> str:
+    """Return what a reason means, in a language such as "zh" or "zh-CN"."""
+    found = EXPLANATIONS[reason.code]
+    if reason.code is ReasonCode.PATCH and reason.detail in ("attn1_patch", "attn2_patch"):
+        found = _ATTENTION_PATCH
+    return found.zh if language.partition("-")[0] == "zh" else found.en
+
+
+def explained(reasons: Iterable[Reason], language: str = "en") -> dict[str, str]:
+    """Return the meaning of each reason, by the note that a report shows."""
+    return {str(reason): explain(reason, language) for reason in reasons}
