@@ -133,7 +133,7 @@ class Host:
         """Return the names of the functions behind the patch points. A graph is checked once with each function."""
         return frozenset()
 
-    def prepare_for_tracing(self, twin: nn.Module) -> None:
+    def prepare_for_tracing(self, weightless: nn.Module) -> None:
         """Change a weightless copy before it is traced, if parts of it must not be traced through."""
 
     def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:

@@ -210,21 +210,21 @@ class _Values:
             return self._done[id(value)]
         self._count += 1
         if self._count > MAX_VALUES:
-            self.refuse(ReasonCode.MANY_VALUES, f"{MAX_VALUES} values ({where})")
+            self.mark_obscure(ReasonCode.MANY_VALUES, f"{MAX_VALUES} values ({where})")
             return None
         self._alive.append(value)  # otherwise another object could get its identity
         self._done[id(value)] = ["again", kind.__name__]
         try:
             result = self._describe(value, kind, where)
         except Exception as error:  # an object can refuse to be looked at in any way
-            self.refuse(ReasonCode.OPAQUE_OBJECT, f"{where}: {type(error).__name__}")
+            self.mark_obscure(ReasonCode.OPAQUE_OBJECT, f"{where}: {type(error).__name__}")
             result = kind.__name__
         self._done[id(value)] = result = _short(result)
         return result
 
     def _describe(self, value: Any, kind: type, where: str) -> Any:
         if isinstance(value, torch.Tensor):
-            self.refuse(ReasonCode.STRAY_TENSOR, where)
+            self.mark_obscure(ReasonCode.STRAY_TENSOR, where)
             return "tensor"
         if isinstance(value, nn.Module):
             return self._module(value, where)
@@ -250,7 +250,7 @@ class _Values:
             return self._array(value, where)
         return self._object(value, kind, where)
 
-    def refuse(self, code: ReasonCode, detail: str) -> None:
+    def mark_obscure(self, code: ReasonCode, detail: str) -> None:
         """Note the first reason why the values cannot be described."""
         self.obscure = self.obscure or Reason(code, detail)
 
@@ -259,7 +259,7 @@ class _Values:
         if id(module) in self.paths:
             return ["own", self.paths[id(module)]]
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
-            self.refuse(ReasonCode.STRAY_LAYER, where)
+            self.mark_obscure(ReasonCode.STRAY_LAYER, where)
         self._watch.module(module)
         self.code.add(type(module))
         settings = {name: self.describe(v, f"{where}.{name}") for name, v in settings_of(module, self._host).items()}
@@ -338,7 +338,7 @@ class _Values:
 
     def _array(self, value: Any, where: str) -> Any:
         if value.dtype.hasobject:
-            self.refuse(ReasonCode.OBJECT_ARRAY, where)
+            self.mark_obscure(ReasonCode.OBJECT_ARRAY, where)
             return "array"
         self._watch.array(value)
         data = value.tobytes()
@@ -349,7 +349,7 @@ class _Values:
         if isinstance(value, numbers.Number):
             return [name, repr(value)]
         if isinstance(value, Iterator):
-            self.refuse(ReasonCode.ITERATOR, where)
+            self.mark_obscure(ReasonCode.ITERATOR, where)
             return name
         outside = self._is_outside(kind)
         if outside and kind.__module__.partition(".")[0] in _INERT:
@@ -357,7 +357,7 @@ class _Values:
         if not outside:
             self.code.add(kind)
             if not hasattr(value, "__dict__") and not _slot_names(kind) and kind.__basicsize__ > object.__basicsize__:
-                self.refuse(ReasonCode.OPAQUE_TYPE, f"{where}: {kind.__name__}")
+                self.mark_obscure(ReasonCode.OPAQUE_TYPE, f"{where}: {kind.__name__}")
         return [name, self._attributes(value, where)]
 
     def _attributes(self, value: Any, where: str) -> dict[str, Any]:
@@ -506,7 +506,7 @@ class _CodeWalk:
                 return
             if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
                 self._values.describe(value, part)  # this watches the value
-                self._values.refuse(ReasonCode.GLOBAL_STATE, f"{qualified_name(item)}: {part}")
+                self._values.mark_obscure(ReasonCode.GLOBAL_STATE, f"{qualified_name(item)}: {part}")
                 return
             if isinstance(value, types.ModuleType) and _is_bookkeeping(value, self._host):
                 reads_data = False

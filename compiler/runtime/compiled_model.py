@@ -105,7 +105,7 @@ class CompiledModel:
         modules = self._kinds.describe_again()
         for path, forward in list(self._forwards.items()):
             module, kind = modules.get(path), self._kinds.at(path)
-            if module is not None and not forward.serves(module, kind):
+            if module is not None and not forward.is_attached_to(module, kind):
                 forward.become(module, kind)
         self._supply.use_pending()
         return True

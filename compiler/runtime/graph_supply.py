@@ -109,11 +109,11 @@ class GraphSupply:
         """
         start = time.perf_counter()
         try:
-            wanted = self._wanted_ahead(call, name)
+            requests = self._wanted_ahead(call, name)
         except Exception as error:
             raise CannotCallAhead(one_line(error)) from error
         self._counters.add("seconds", time.perf_counter() - start)
-        missing = [request for request in wanted if self._is_missing(request)]
+        missing = [request for request in requests if self._is_missing(request)]
         outcomes = self._cache.get_or_compile_all(missing, self._requester, self._is_beside, self._check_cancelled)
         for done, outcome in enumerate(outcomes):
             on_progress(self._settle(outcome, done + 1, len(missing)))

@@ -98,8 +98,8 @@ class RegionForward:
         self._modules = ModuleGuard(module, self._host)
         self._weights = WeightGuard(module, self._host, kind.device)
 
-    def serves(self, module: nn.Module, kind: RegionKind) -> bool:
-        """Whether it serves this module as a region of this kind already."""
+    def is_attached_to(self, module: nn.Module, kind: RegionKind) -> bool:
+        """Whether it is attached to this module, as a region of this kind."""
         return module is self._module() and kind is self._kind
 
     def module(self) -> nn.Module | None:
@@ -108,8 +108,8 @@ class RegionForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable | None:
         """A copy of the module has weights of its own, and is eager until somebody compiles it."""
-        twin = memo.get(id(self._module()))
-        return self if twin is None else MethodType(type(twin).forward, twin)
+        copied = memo.get(id(self._module()))
+        return self if copied is None else MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> tuple:
         """Pickle as the method that this stands for: whoever loads it has a module that is not compiled."""
@@ -159,7 +159,7 @@ class RegionForward:
             return self._after_patch(failed, make_call())
         except Exception as error:
             if spec.mutated or _is_capturing(self._kind.device):
-                raise  # the inputs may be half written, or it is the recording that is at fault
+                raise  # the inputs may be half written, or the captured graph is at fault
             self._retire(plan, f"{type(error).__name__}: {error}")
             return eager(*args, **kwargs)
 

@@ -181,7 +181,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
     given = {id(tensor) for tensor in tensors}
     defaults = tuple({id(t): t for t in ordered if id(t) not in given}.values())
     everything = [*tensors, *defaults]
-    order = tuple(next(i for i, t in enumerate(everything) if t is wanted) for wanted in ordered)
+    order = tuple(next(i for i, t in enumerate(everything) if t is tensor) for tensor in ordered)
     formats = [MEMORY_FORMATS[item.memory_format] for item in spec.inputs]
     relayout = tuple(
         (i, fmt)

@@ -240,8 +240,8 @@ class EnteredForward:
             return type(self.network()).forward(self.network(), *args, **kwargs)
 
     def __deepcopy__(self, memo):
-        twin = memo[id(self.network())]
-        return MethodType(type(twin).forward, twin)
+        copied = memo[id(self.network())]
+        return MethodType(type(copied).forward, copied)
 
 
 def compile_network(network, registry, backend=None, host=None, probe=call, **options):

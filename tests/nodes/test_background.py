@@ -42,7 +42,7 @@ def largest(ones, others):
     return max(abs(one - other).max() for one, other in zip(ones, others, strict=True))
 
 
-def test_prompts_run_while_graphs_compile_and_then_use_them(server, workflow, later, pixels):
+def test_prompts_run_while_graphs_compile(server, workflow, later, pixels):
     plain = pixels(server, server.run(workflow(compiled=False, seed=1)))
     waiting = [server.queue(later(seed=seed)) for seed in (1, 2, 3)]
     answers_meanwhile, deadline = 0, time.monotonic() + PATIENCE

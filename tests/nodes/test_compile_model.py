@@ -18,7 +18,7 @@ def totals(server):
     return server.get("/compiled_graphs/registry")["totals"]
 
 
-def test_images_are_eagers_and_only_the_first_prompt_compiles(fresh, workflow, pixels):
+def test_images_match_eager_and_only_one_compiles(fresh, workflow, pixels):
     shapes = [(128, 128, 1), (192, 96, 1), (96, 160, 2)]
     for number, (width, height, batch) in enumerate(shapes):
         before = totals(fresh)["compiles"]
@@ -62,7 +62,7 @@ def test_every_input_and_output_is_explained(server):
     assert info["description"]
 
 
-def test_a_bypassed_node_hands_on_what_it_was_given(server):
+def test_a_bypassed_node_passes_its_input_on(server):
     """ComfyUI's frontend lets each output of a bypassed node be the first input of its type."""
     for name, node in server.get("/object_info").items():
         if name.startswith("CG_") and not node["output_node"]:

@@ -22,7 +22,7 @@ def _without_tooltip(field):
     return [name, kind]
 
 
-def test_ids_inputs_and_outputs_are_those_of_saved_workflows(described_nodes):
+def test_definitions_fit_saved_workflows(described_nodes):
     found = {name: without_words(node) for name, node in described_nodes["definitions"].items()}
     kept = json.loads(KEPT.read_text(encoding="utf-8"))
     assert found == kept

@@ -59,7 +59,7 @@ def saved_name(text):
     return re.search(r"tiny_\d{5}_\.graph\.safetensors", text)[0]
 
 
-def test_a_saved_file_loads_after_a_restart_without_compiling(home, start_server, saving, loading, pixels):
+def test_a_saved_file_loads_after_a_restart(home, start_server, saving, loading, pixels):
     with start_server() as first:
         outputs = first.run(saving(seed=1))
         text = outputs["9"]["text"][0].splitlines()
@@ -94,7 +94,7 @@ def test_what_a_file_lacks_is_compiled_and_named(server, loading, workflow):
     assert outputs["8"]["images"]
 
 
-def test_a_file_from_elsewhere_lists_what_is_compiled_here(server, loading, graph_files, saving, pixels):
+def test_a_foreign_file_lists_what_is_compiled(server, loading, graph_files, saving, pixels):
     outputs = server.run(saving(seed=22))
     name = saved_name(outputs["9"]["text"][0])
     data = (graph_files / name).read_bytes()

@@ -64,7 +64,7 @@ def test_both_languages_explain_the_same():
         assert english == chinese
 
 
-def test_every_node_has_a_description_and_search_aliases(described_nodes):
+def test_every_node_has_a_description_and_aliases(described_nodes):
     ours = {name: node for name, node in described_nodes["definitions"].items() if name.startswith("CG_")}
     assert len(ours) >= 5
     for node in ours.values():

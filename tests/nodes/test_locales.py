@@ -35,7 +35,7 @@ def test_the_files_say_what_the_code_says(made, language, name):
     )
 
 
-def test_the_translations_are_complete_and_none_is_left_over(made):
+def test_translations_are_complete_without_leftovers(made):
     assert made[1] == ""
 
 
@@ -60,7 +60,7 @@ def test_no_text_has_a_placeholder_of_the_frontend(language):
     assert [text for text in values if set(text) & set("{}@|")] == []
 
 
-def test_every_input_of_a_server_has_a_name_and_a_tooltip(server):
+def test_every_input_has_a_name_and_a_tooltip(server):
     """Walks what a real server has, and not what the generator thinks there is."""
     ours = {name: node for name, node in server.get("/object_info").items() if name.startswith("CG_")}
     assert len(ours) >= 5

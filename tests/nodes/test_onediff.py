@@ -61,7 +61,7 @@ def totals(server):
 
 
 @pytest.mark.parametrize("name", SOCKETS)
-def test_sockets_and_widgets_are_those_of_old_workflows(server, name):
+def test_sockets_and_widgets_fit_old_workflows(server, name):
     info = server.get(f"/object_info/{name}")[name]
     inputs = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
     assert ([*inputs], info["output"]) == SOCKETS[name]

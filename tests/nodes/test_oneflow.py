@@ -35,7 +35,7 @@ def decode(prompt):
     return next(number for number, node in prompt.items() if node["class_type"] == "VAEDecode")
 
 
-def test_oneflow_makes_eagers_image_and_its_file_loads(home, start_server, speedy, pixels):
+def test_oneflow_matches_eager_and_its_file_loads(home, start_server, speedy, pixels):
     with start_server() as server:
         saved = [
             "saved to oneflow_00001_",

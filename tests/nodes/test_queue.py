@@ -98,7 +98,7 @@ def turn(number):
     return list(WORKFLOWS)[number // 3 % 2], {"size": SIZES[number % 3], "checkpoint": checkpoint, "seed": number}
 
 
-def test_two_hundred_prompts_compile_once_and_memory_is_flat(forgetful, variant, memory):
+def test_two_hundred_prompts_compile_once_and_stay_flat(forgetful, variant, memory):
     turns = [turn(number) for number in range(PROMPTS)]
     queued = [forgetful.queue(variant(WORKFLOWS[name], **changes), {"id": name}) for name, changes in turns]
     texts, sizes = [], []
@@ -123,7 +123,7 @@ def test_two_hundred_prompts_compile_once_and_memory_is_flat(forgetful, variant,
     assert statistics.median(sizes[-SWITCH:]) - max(sizes[:FIRST_SWITCH]) < HALF_A_UNET, mebibytes(sizes)
 
 
-def test_the_measure_of_memory_tells_a_leak_from_chance():
+def test_the_memory_measure_tells_a_leak_from_chance():
     chance = random.Random(0)
     sizes = [2**30 + chance.randrange(8 * 2**20) for _ in range(WARM_UP, PROMPTS)]
     once = [size + 20 * 2**20 * (number > 60) for number, size in enumerate(sizes)]
@@ -188,7 +188,7 @@ def test_counters_grow_only_for_the_workflow_that_runs(server, variant):
     assert [*roles(server, "one"), *roles(server, "two")] == ["22:base UNet", "23:base UNet"]
 
 
-def test_prompts_without_an_id_are_told_apart_by_topology(server, variant):
+def test_prompts_without_an_id_differ_by_topology(server, variant):
     before = registry(server)["workflows"]
     for seed, node in enumerate(["24", "24", "25"], 141):
         server.run(variant(node, seed=seed, size=SIZES[seed % 3], checkpoint=CHECKPOINTS[seed % 2]))

@@ -71,7 +71,7 @@ def pictures(pixels, server, outputs):
     return [pixels(server, {node: outputs[node]})[0] for node in ("13", "15")]
 
 
-def test_base_and_refiner_with_one_vae_load_after_a_restart(refiner_home, start_server, pixels):
+def test_base_and_refiner_load_after_a_restart(refiner_home, start_server, pixels):
     prompt = on_tiny_models(REFINER)
     with start_server(refiner_home) as first:
         wanted = pictures(pixels, first, first.run(uncompiled(on_tiny_models(REFINER))))
@@ -103,7 +103,7 @@ def test_base_and_refiner_with_one_vae_load_after_a_restart(refiner_home, start_
     assert abs(wanted[0] - wanted[1]).max() > 5, "the refiner did nothing"
 
 
-def test_without_its_files_the_workflow_compiles_and_makes_them(refiner_home, start_server):
+def test_a_workflow_without_its_files_makes_them(refiner_home, start_server):
     shutil.rmtree(refiner_home / "models" / "compiled_graphs", ignore_errors=True)
     prompt = {node: on_tiny_models(REFINER)[node] for node in ("1", "2", "3", "4", "16", "17")}
     for node in ("16", "17"):
@@ -233,7 +233,7 @@ def tiny_server(tmp_path_factory, start_server):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_images_are_eagers_and_another_seed_compiles_nothing(tiny_server, name):
+def test_images_match_eager_and_new_seeds_compile_none(tiny_server, name):
     if missing := missing_nodes(tiny_server, name):
         pytest.skip(f"this ComfyUI has no {' and no '.join(missing)}")
     made = frames(tiny_server, tiny_server.run(small(name, seed=1)))

@@ -157,7 +157,7 @@ def test_comfyui_offers_templates_with_pictures(server):
         assert len(picture) <= LARGEST_PICTURE
 
 
-def test_the_readme_has_each_workflows_sentence_and_picture():
+def test_the_readme_has_each_workflow():
     readme = (WORKFLOWS / "README.md").read_text()
     for name in NAMES:
         nodes = json.loads((WORKFLOWS / f"{name}.json").read_text())["nodes"]

@@ -34,7 +34,7 @@ def stored(server):
     return list((server.home / "graphs").glob("*.graph.safetensors"))
 
 
-def test_the_store_has_the_chosen_size_from_the_next_prompt(own, workflow):
+def test_the_next_prompt_applies_the_chosen_store_size(own, workflow):
     own.run(workflow(seed=1))
     assert len(stored(own)) == 3
     choose(own, LIMIT, 1)
@@ -48,7 +48,7 @@ def test_the_store_has_the_chosen_size_from_the_next_prompt(own, workflow):
     choose(own, LIMIT, None)
 
 
-def test_the_dialog_begins_with_the_defaults_of_the_code(own):
+def test_the_dialog_starts_with_the_codes_defaults(own):
     inputs = own.get("/object_info/CG_CompileModel")["CG_CompileModel"]["input"]
     default = {name: kind[1].get("default") for name, kind in {**inputs["required"], **inputs["optional"]}.items()}
     chosen = {setting["id"]: setting["defaultValue"] for setting in make_locales.settings()}
@@ -69,7 +69,7 @@ def browser(own):
         yield page
 
 
-def test_new_nodes_begin_with_the_chosen_values(own, browser):
+def test_new_nodes_start_with_the_chosen_values(own, browser):
     assert comfy_browser.add_node(browser, "CG_CompileModel")["when"] == "before sampling"
     browser.keyboard.press("Control+,")
     browser.get_by_text("Compiled Graphs", exact=True).click()

@@ -190,7 +190,7 @@ def test_help_opens_where_the_frontend_shows_help(page, panel, run):
     see(page.locator(".node-help-content"), "Compile Model")
 
 
-def test_help_is_shown_as_text_where_the_frontend_shows_none(page, panel):
+def test_help_is_text_where_the_frontend_shows_none(page, panel):
     page.evaluate(
         "window.kept = app.extensionManager._p._s.get('nodeHelp'); app.extensionManager._p._s.delete('nodeHelp')"
     )

@@ -143,7 +143,7 @@ def held(prompt, file):
     return prompt
 
 
-def test_while_a_prompt_runs_save_works_and_drop_is_refused(server, workflow, pixels, hold):
+def test_save_works_and_drop_fails_while_a_prompt_runs(server, workflow, pixels, hold):
     server.run(workflow(seed=next(SEEDS)), {"id": ID})
     options = {"seed": next(SEEDS), "steps": 6}
     expected = pixels(server, server.run(workflow(compiled=False, **options)))[0]

@@ -44,7 +44,7 @@ def launching_by_address() -> Iterator[None]:
     """Have kernels that this thread launches given the addresses of tensors, which are not looked up then.
 
     Given a tensor, a launcher asks CUDA whose memory it is. While a call is recorded, CUDA's asynchronous allocator
-    hands out addresses that have no memory yet, and the question ends the recording ("invalid argument").
+    hands out addresses that have no memory yet, and the question ends the capture ("invalid argument").
     Raises MissingName where torch has no such launcher: nothing must be recorded then.
     """
     launcher, thread = CachingAutotuner.get(), threading.get_ident()

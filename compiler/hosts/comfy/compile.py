@@ -52,12 +52,12 @@ def compile_vae(vae: Any, request: Request = ANYTHING, encode: bool | None = Fal
     network = vae.first_stage_model
     if encode is None:
         encode = lists_encoder(network, [*request.graphs, *request.listed])
-    twin = copy.copy(vae)
-    twin.patcher = clone_without_ours(vae.patcher)
+    clone = copy.copy(vae)
+    clone.patcher = clone_without_ours(vae.patcher)
     methods = ("decode", "encode") if encode else ("decode",)
     calls = {method: synthetic_calls.coding_call(vae, method) for method in methods}
-    text = install(PatchedNetwork(twin.patcher, network, "", calls, vae.device, "VAE"), request)
-    return (twin if graphs_in_use(twin.patcher) is not None else vae), text
+    text = install(PatchedNetwork(clone.patcher, network, "", calls, vae.device, "VAE"), request)
+    return (clone if graphs_in_use(clone.patcher) is not None else vae), text
 
 
 def compile_control_net(control_net: Any, request: Request = ANYTHING) -> tuple[Any, str]:
@@ -72,13 +72,13 @@ def compile_control_net(control_net: Any, request: Request = ANYTHING) -> tuple[
     needs = comfy_compat.CONTROL_NET_NEEDS, comfy_compat.PATCHER_NEEDS
     if reason := comfy_compat.missing(control_net, needs[0]) or comfy_compat.missing(patcher, needs[1]):
         return control_net, reason
-    twin = control_net.copy()
-    twin.previous_controlnet = control_net.previous_controlnet
-    twin.control_model_wrapped = clone_without_ours(patcher)
+    clone = control_net.copy()
+    clone.previous_controlnet = control_net.previous_controlnet
+    clone.control_model_wrapped = clone_without_ours(patcher)
     calls = {"forward": synthetic_calls.control_call(control_net)}
     network, device = control_net.control_model, patcher.load_device
-    text = install(PatchedNetwork(twin.control_model_wrapped, network, "", calls, device, "ControlNet"), request)
-    return (twin if graphs_in_use(twin.control_model_wrapped) is not None else control_net), text
+    text = install(PatchedNetwork(clone.control_model_wrapped, network, "", calls, device, "ControlNet"), request)
+    return (clone if graphs_in_use(clone.control_model_wrapped) is not None else control_net), text
 
 
 def _missing_of_vae(vae: Any) -> str:

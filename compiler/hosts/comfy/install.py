@@ -170,7 +170,7 @@ def _wrapper(target: PatchedNetwork, method: str, compiled: CompiledModel) -> Ne
 
 
 def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
-    return lambda twin, sizes: synthetic_calls.repeat(twin, method, args, dict(kwargs), sizes)
+    return lambda weightless, sizes: synthetic_calls.repeat(weightless, method, args, dict(kwargs), sizes)
 
 
 def _compile(target: PatchedNetwork, request: Request, built: Built) -> None:

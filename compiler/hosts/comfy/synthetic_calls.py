@@ -19,14 +19,14 @@ from ...tracing.weightless_copy import weightless_copy
 from .comfy_compat import OPTIONS
 
 
-def repeat(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
+def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
     """Repeat a call of a network's method at other sizes; if it bears no other batch than its own, at that one."""
     # Stable Video Diffusion has its frames in the batch, and their number as an argument.
     frames = kwargs.get("num_video_frames") or 1
     try:
-        _call_resized(twin, method, args, kwargs, sizes, sizes.batch * frames)
+        _call_resized(weightless, method, args, kwargs, sizes, sizes.batch * frames)
     except Exception:
-        _call_resized(twin, method, args, kwargs, sizes, _latent(args, kwargs).shape[0])
+        _call_resized(weightless, method, args, kwargs, sizes, _latent(args, kwargs).shape[0])
 
 
 def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -34,7 +34,9 @@ def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
     return args[0] if args else kwargs["x"]
 
 
-def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int) -> None:
+def _call_resized(
+    weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int
+) -> None:
     """Call a network with empty tensors in place of a call's own, and without patches."""
     kwargs = {name: {} if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
     latent = _latent(args, kwargs)
@@ -57,9 +59,9 @@ def _call_resized(twin: nn.Module, method: str, args: tuple, kwargs: dict[str, A
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
     if method == "forward":
-        twin(*args, **kwargs)  # with hooks, unlike the method
+        weightless(*args, **kwargs)  # with hooks, unlike the method
     else:
-        getattr(type(twin), method)(twin, *args, **kwargs)
+        getattr(type(weightless), method)(weightless, *args, **kwargs)
 
 
 class SamplingCall:

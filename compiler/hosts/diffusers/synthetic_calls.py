@@ -146,7 +146,7 @@ _INPUTS: dict[str, Callable[..., Inputs]] = {
 def first_call(network: nn.Module) -> ModelCall | None:
     """Return the call that the network's pipelines make, or None if its class is unknown here."""
     inputs = _inputs_of(network)
-    return inputs and (lambda twin, sizes: twin(**inputs(twin, _maker(twin), sizes)))
+    return inputs and (lambda weightless, sizes: weightless(**inputs(weightless, _maker(weightless), sizes)))
 
 
 def repeated_call(network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
@@ -154,14 +154,14 @@ def repeated_call(network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) ->
     inputs = _inputs_of(network)
     given = dict(zip(forward_signature(type(network)).parameters, args)) | dict(kwargs)
 
-    def call(twin: nn.Module, sizes: Sizes) -> None:
+    def call(weightless: nn.Module, sizes: Sizes) -> None:
         if inputs is None:
-            _call_resized_by_value(twin, given, sizes)
+            _call_resized_by_value(weightless, given, sizes)
             return
         options = {"given": given} if inputs is _video_decoder else {}
-        made = inputs(twin, _maker(twin), sizes, **options)
+        made = inputs(weightless, _maker(weightless), sizes, **options)
         old = _main(given)
-        twin(**{name: _like(value, made.get(name), old, _main(made)) for name, value in given.items()})
+        weightless(**{name: _like(value, made.get(name), old, _main(made)) for name, value in given.items()})
 
     return call
 
@@ -196,14 +196,14 @@ def _resized(shape: torch.Size, old: torch.Size, new: torch.Size) -> list[int]:
     return sizes
 
 
-def _call_resized_by_value(twin: nn.Module, given: Mapping[str, Any], sizes: Sizes) -> None:
+def _call_resized_by_value(weightless: nn.Module, given: Mapping[str, Any], sizes: Sizes) -> None:
     """Call a network with text of another length, or where it bears only one length, with that."""
     text = given.get("encoder_hidden_states")
     length = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim == 3 else 0
     try:
-        twin(**_resized_by_value(given, sizes, {length: sizes.tokens}))
+        weightless(**_resized_by_value(given, sizes, {length: sizes.tokens}))
     except Exception:
-        twin(**_resized_by_value(given, sizes, {}))
+        weightless(**_resized_by_value(given, sizes, {}))
 
 
 def _resized_by_value(given: Mapping[str, Any], sizes: Sizes, lengths: Mapping[int, int]) -> Inputs:

@@ -103,7 +103,7 @@ class CancellingHost(Host):
             raise Cancelled
 
 
-def test_cancellation_reaches_its_prompt_and_the_job_runs_again():
+def test_cancelled_job_runs_again_after_the_prompt():
     host, done = CancellingHost(), []
     background = Background(host=host)
     background.submit("one", lambda: (host.layer(), done.append(1)))

@@ -66,7 +66,7 @@ def test_worker_graph_gives_eagers_values(workers, variant):
     assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED) == (entry, "memory")
 
 
-def test_worker_graph_has_the_key_and_contract_of_a_local_one(workers, variant):
+def test_worker_graphs_match_local_key_and_contract(workers, variant):
     there, here = GraphCache(workers=workers), GraphCache()
     made = [
         cache.get_or_compile(variant, by(), place)[0].graph.identity()
@@ -94,7 +94,7 @@ class LocalBlock(nn.Module):
         return x
 
 
-def test_unimportable_code_is_compiled_here_or_stays_eager(workers, variant, monkeypatch):
+def test_unimportable_code_compiles_here_or_runs_eager(workers, variant, monkeypatch):
     module = types.ModuleType("only_here")
     module.LocalBlock = LocalBlock
     monkeypatch.setitem(sys.modules, "only_here", module)
@@ -139,7 +139,7 @@ def test_a_process_that_dies_is_replaced(workers, variant):
 
 
 @pytest.mark.parametrize("limit", ["1e-9", "0.2"])  # expires before the order is sent, and during the wait
-def test_a_compiler_that_hangs_is_ended_with_its_process(variant, monkeypatch, limit):
+def test_a_hanging_compiler_is_ended_with_its_process(variant, monkeypatch, limit):
     workers = Workers(setup, Host(), count=1)
     monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
     with pytest.raises(CompileTimeout, match=f"more than {float(limit):g} s"):
@@ -168,7 +168,7 @@ def test_idle_processes_end(variant, monkeypatch):
     assert not workers.are_warm
 
 
-def test_worker_imports_nothing_from_the_current_directory(variant, tmp_path, monkeypatch):
+def test_worker_imports_nothing_from_its_directory(variant, tmp_path, monkeypatch):
     ground = traps(tmp_path)
     monkeypatch.chdir(ground)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", os.environ.get("PYTHONPATH", "")]))

@@ -82,7 +82,7 @@ def bad(around):
     return [fact.name for fact in facts]
 
 
-def test_good_machine_gives_one_line_per_fact_and_no_remedy(around):
+def test_good_machine_gives_one_line_per_fact(around):
     facts = examine(around)
     names = ["torch", "GPU", "Triton", "compiler", "Python headers", "ComfyUI", "store", "key file", *BACKENDS]
     assert [fact.name for fact in facts] == names
@@ -140,7 +140,7 @@ def test_gpu_that_comfyui_must_not_use_is_no_fault(around, tmp_path, monkeypatch
 
 
 @POSIX
-def test_a_driver_that_answers_with_an_error_counts_as_none(around, tmp_path):
+def test_a_driver_that_fails_counts_as_none(around, tmp_path):
     script(tmp_path / "bin" / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
     assert fact(around, "GPU") == Fact("GPU", "none; models are compiled for the CPU")
 
@@ -162,7 +162,7 @@ def test_a_gpu_without_triton(on_gpu, monkeypatch):
 
 
 @POSIX
-def test_triton_that_compiles_needs_compiler_and_headers(on_gpu, tmp_path, monkeypatch):
+def test_triton_needs_a_compiler_and_headers(on_gpu, tmp_path, monkeypatch):
     (tmp_path / "bin" / "gcc").unlink()
     (tmp_path / "include" / "Python.h").unlink()
     assert bad(on_gpu) == ["compiler", "Python headers"]

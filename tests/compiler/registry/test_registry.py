@@ -73,7 +73,7 @@ def test_another_environment_is_another_graph(registry):
     assert obtain(registry, transformer(), OtherVersion())[1] == "compiled"
 
 
-def test_threads_that_want_the_same_graph_compile_it_once(registry):
+def test_threads_that_share_a_graph_compile_it_once(registry):
     backend, counters, found = SlowBackend(), Counters(), []
     variants = [variants_of(transformer())[0] for _ in range(3)]
     threads = [
@@ -97,7 +97,7 @@ def test_a_graph_that_cannot_be_saved_still_serves(tmp_path, caplog):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_compilers_errors_reach_the_caller_and_are_no_obstacle_later(registry):
+def test_compiler_errors_reach_the_caller_each_time(registry):
     class Broken(EagerBackend):
         def compile(self, exported):
             raise RuntimeError("internal compiler error")
@@ -107,7 +107,7 @@ def test_compilers_errors_reach_the_caller_and_are_no_obstacle_later(registry):
     assert obtain(registry, transformer())[1] == "compiled"
 
 
-def test_memory_is_bounded_and_drops_what_was_used_longest_ago(registry, monkeypatch):
+def test_memory_drops_the_least_recently_used_graph(registry, monkeypatch):
     monkeypatch.setattr(graph_cache_module, "MAX_GRAPHS", 2)
     one, two, three = transformer(), transformer(eps=1e-5), ConvolutionNetwork()
     for network in (one, two, one, three):
@@ -115,7 +115,7 @@ def test_memory_is_bounded_and_drops_what_was_used_longest_ago(registry, monkeyp
     assert [obtain(registry, network)[1] for network in (one, three, two)] == ["memory", "memory", "compiled"]
 
 
-def test_what_was_dropped_from_memory_comes_back_from_the_store(tmp_path, monkeypatch):
+def test_dropped_graphs_come_back_from_the_store(tmp_path, monkeypatch):
     monkeypatch.setattr(graph_cache_module, "MAX_GRAPHS", 1)
     wanted = Registry(GraphCache(FolderStore(tmp_path)))
     for network in (transformer(), ConvolutionNetwork()):
@@ -169,7 +169,7 @@ def test_a_report_adds_up_the_regions_of_all_roles(registry):
     assert (totals["regions"], totals["compiled"], totals["eager"]) == (2, 2, 0)
 
 
-def test_a_role_played_by_another_model_is_reported_once(registry):
+def test_a_role_with_another_model_is_reported_once(registry):
     for network in (transformer(), ConvolutionNetwork()):
         compiled = compile_network(network, registry)
         registry.assign("workflow", "node", compiled)
@@ -242,7 +242,7 @@ def test_a_report_has_rows_for_what_is_not_compiled(registry):
     assert (row(registry)["state"], row(registry)["reason"]) == ("eager", "a kind of call that was not foreseen")
 
 
-def test_a_report_has_the_size_of_what_is_in_memory_and_on_disk(tmp_path):
+def test_a_report_has_sizes_in_memory_and_on_disk(tmp_path):
     registry = Registry(GraphCache(FolderStore(tmp_path, limit=10**6)))
     obtain(registry, transformer())
     report = registry.report()
@@ -252,7 +252,7 @@ def test_a_report_has_the_size_of_what_is_in_memory_and_on_disk(tmp_path):
     assert report["memory"]["bytes"] > 1000
 
 
-def test_a_store_that_is_far_away_or_broken_is_not_listed_for_a_report(tmp_path):
+def test_a_remote_or_broken_store_is_not_reported(tmp_path):
     far = FolderStore(tmp_path)
     far.is_near = False
     (tmp_path / "file").touch()
@@ -273,7 +273,7 @@ def test_changes_are_told(tmp_path):
     assert len(told) == 3
 
 
-def test_dropped_graphs_leave_memory_and_come_back_from_the_store(tmp_path):
+def test_evicted_graphs_load_from_the_store(tmp_path):
     registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     compiled = compile_network(network, registry, current_call=lambda: call)
     registry.assign("workflow", "node", compiled)
@@ -290,7 +290,7 @@ def test_dropped_graphs_leave_memory_and_come_back_from_the_store(tmp_path):
     assert compiled.counters.eager_calls.total() == 0
 
 
-def test_graphs_that_came_from_a_file_are_stored_before_they_are_dropped(tmp_path):
+def test_graphs_of_a_file_are_stored_before_eviction(tmp_path):
     compiled = used(Registry(), transformer())
     registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     reader = install(network, registry, current_call=lambda: call)
@@ -311,7 +311,7 @@ def test_graphs_that_nothing_holds_stay_in_memory(tmp_path):
         assert len(compiled.graphs()) == registry.report()["memory"]["graphs"] == 1
 
 
-def test_graphs_that_another_workflows_model_uses_stay_in_memory(tmp_path):
+def test_graphs_of_other_workflows_stay_in_memory(tmp_path):
     registry = Registry(GraphCache(FolderStore(tmp_path)))
     one, other = used(registry, transformer(), "one"), used(registry, transformer(), "other")
     assert registry.evict("one", registry.keep("one")) == 0
@@ -319,7 +319,7 @@ def test_graphs_that_another_workflows_model_uses_stay_in_memory(tmp_path):
     assert registry.report()["memory"]["graphs"] == 1
 
 
-def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
+def test_a_graph_that_failed_its_check_is_kept(tmp_path):
     registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
     compiled = used(registry, network)
     (entry,) = [entry for kind in compiled.kinds() for entry in kind.graphs]
@@ -330,7 +330,7 @@ def test_a_graph_that_failed_its_check_is_not_forgotten(tmp_path):
     assert list(compiled.counters.eager_calls) == [entry.retired]
 
 
-def test_a_graph_that_is_discarded_is_compiled_again_here_and_in_the_next_process(tmp_path, caplog):
+def test_an_evicted_graph_is_compiled_again(tmp_path, caplog):
     registry = Registry(GraphCache(FolderStore(tmp_path)))
     told = []
     entry, _ = obtain(registry, transformer())
@@ -345,7 +345,7 @@ def test_a_graph_that_is_discarded_is_compiled_again_here_and_in_the_next_proces
     assert said(caplog) == []
 
 
-def test_a_graph_that_is_in_memory_alone_is_discarded_as_well(registry):
+def test_a_graph_without_a_store_is_evicted(registry):
     entry, _ = obtain(registry, transformer())
     registry.cache.evict(entry)
     registry.cache.evict(entry)

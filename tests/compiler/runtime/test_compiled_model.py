@@ -241,7 +241,7 @@ def test_a_region_that_cannot_be_exported_stays_eager_while_others_compile(regis
         block.table = torch.full((1,), 2.0)
     compiled = install(network, registry)
     reports = []
-    compiled.prepare(lambda twin, at: _first_only(twin, at), reports.append)
+    compiled.prepare(lambda weightless, at: _first_only(weightless, at), reports.append)
     assert [report.source for report in reports] == ["compiled"]
     assert compiled.summary().reasons == (Reason(ReasonCode.STRAY_TENSOR, "table"),)
     x = network.inputs(sizes())[0]
@@ -337,9 +337,9 @@ class Asked:
     def __init__(self):
         self.times = 0
 
-    def __call__(self, twin, at):
+    def __call__(self, weightless, at):
         self.times += 1
-        call(twin, at)
+        call(weightless, at)
 
 
 def prepared_in_a_new_process(folder, asked, network, name="forward"):
@@ -454,9 +454,9 @@ def test_a_note_of_blocks_that_the_model_has_not_is_no_harm(tmp_path):
 def test_what_a_call_by_name_wants_is_asked_once_while_the_model_lives_and_is_as_it_was(registry):
     network, asked = transformer(), []
 
-    def counted(twin, at):
+    def counted(weightless, at):
         asked.append(at)
-        call(twin, at)
+        call(weightless, at)
 
     for _ in range(2):
         install(network, registry).prepare(counted, name="forward")

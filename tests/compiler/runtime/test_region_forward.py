@@ -399,14 +399,14 @@ def test_blocks_of_many_kinds_that_change_together_have_one_limit(registry):
 def test_a_deep_copy_of_a_module_runs_eagerly_on_its_own_weights(registry):
     network = transformer()
     _, compiled = pair(network, registry)
-    twin = copy.deepcopy(network)
+    copied = copy.deepcopy(network)
     with torch.no_grad():
-        twin.blocks[0].gate.fill_(0.5)
+        copied.blocks[0].gate.fill_(0.5)
         reference = transformer()
-        reference.load_state_dict(twin.state_dict())
+        reference.load_state_dict(copied.state_dict())
     x = tokens()
     with compiled.counters.expect(calls=0):
-        same(twin(x), reference(x))
+        same(copied(x), reference(x))
 
 
 def test_a_hook_that_is_removed_makes_room_for_the_graph_again(registry):

@@ -81,21 +81,21 @@ def serving(network, record=uncounted, device="cpu"):
     return StepReplay(network, Options(), torch.device(device), Counters(), record)
 
 
-def serve(recordings, call, args, kwargs, running=None):
+def serve(replay, call, args, kwargs, running=None):
     """Serve a call in which nothing happens for the first time or eagerly, unless it says so."""
-    return recordings.serve(call, args, kwargs, running or RunningCall(None))
+    return replay.serve(call, args, kwargs, running or RunningCall(None))
 
 
-def python_calls(recordings, network, *args, **kwargs):
+def python_calls(replay, network, *args, **kwargs):
     """Call and compare with eager; return how many times Python ran the network for it."""
     expected = network(*args, **kwargs)
     CALLS.clear()
-    torch.testing.assert_close(serve(recordings, network, args, kwargs), expected)
+    torch.testing.assert_close(serve(replay, network, args, kwargs), expected)
     return len(CALLS)
 
 
-def replayed(recordings, network, *args, **kwargs):
-    return [python_calls(recordings, network, *args, **kwargs) for _ in range(3)][-1] == 0
+def replayed(replay, network, *args, **kwargs):
+    return [python_calls(replay, network, *args, **kwargs) for _ in range(3)][-1] == 0
 
 
 def x(batch=2):
@@ -103,29 +103,29 @@ def x(batch=2):
 
 
 def test_the_third_call_of_a_kind_is_replayed_with_its_own_inputs(network):
-    recordings = serving(network)
-    assert [python_calls(recordings, network, x(), time=torch.randn(2)) for _ in range(5)] == [1, 2, 0, 0, 0]
-    assert (recordings._counters.captures, recordings._counters.replays) == (1, 3)
+    replay = serving(network)
+    assert [python_calls(replay, network, x(), time=torch.randn(2)) for _ in range(5)] == [1, 2, 0, 0, 0]
+    assert (replay._counters.captures, replay._counters.replays) == (1, 3)
 
 
 def test_a_result_is_not_overwritten_by_the_next(network):
-    recordings = serving(network)
+    replay = serving(network)
     inputs = [x() for _ in range(4)]
-    results = [serve(recordings, network, (item,), {}) for item in inputs]
+    results = [serve(replay, network, (item,), {}) for item in inputs]
     for item, result in zip(inputs, results, strict=True):
         torch.testing.assert_close(result, network(item))
 
 
 def test_tensors_in_containers_are_inputs_too(network):
-    recordings = serving(network)
+    replay = serving(network)
     for _ in range(4):
-        python_calls(recordings, network, x(), control={"output": [torch.randn(2, 4), torch.randn(2, 4)]})
-    assert recordings._counters.replays == 2
+        python_calls(replay, network, x(), control={"output": [torch.randn(2, 4), torch.randn(2, 4)]})
+    assert replay._counters.replays == 2
 
 
 def test_lists_that_a_call_empties_are_full_in_each_recording(network):
     """As ComfyUI's UNet takes a ControlNet's residuals out of the lists it is given."""
-    recordings = serving(network)
+    replay = serving(network)
 
     def taking(x, control):
         while control["output"]:
@@ -136,29 +136,29 @@ def test_lists_that_a_call_empties_are_full_in_each_recording(network):
         for _ in range(4):
             item, residuals = x(), [x(), x()]
             expected = network(item + residuals[0] + residuals[1])
-            result = serve(recordings, taking, (item,), {"control": {"output": list(residuals)}})
+            result = serve(replay, taking, (item,), {"control": {"output": list(residuals)}})
             torch.testing.assert_close(result, expected)
-        recordings.forget()  # the second time without a comparison
-    assert recordings._counters.replays == 2 + 2
+        replay.forget()  # the second time without a comparison
+    assert replay._counters.replays == 2 + 2
 
 
 def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
-    recordings = serving(network)
+    replay = serving(network)
     for batch in range(1, MAX_CAPTURES + 1):
-        assert replayed(recordings, network, x(batch))
-    assert not replayed(recordings, network, x(MAX_CAPTURES + 1))
-    assert python_calls(recordings, network, x(1)) == 0
-    recordings.forget()
-    assert replayed(recordings, network, x(MAX_CAPTURES + 1))
+        assert replayed(replay, network, x(batch))
+    assert not replayed(replay, network, x(MAX_CAPTURES + 1))
+    assert python_calls(replay, network, x(1)) == 0
+    replay.forget()
+    assert replayed(replay, network, x(MAX_CAPTURES + 1))
 
 
-def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_recordings(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x(), options={})
-    assert recordings.reason is None
-    assert python_calls(recordings, network, x(), options={"reason": Reason(ReasonCode.ANY_PATCH)}) == 1
-    assert recordings.reason == Reason(ReasonCode.ANY_PATCH)
-    assert python_calls(recordings, network, x(), options={}) == 1
+def test_a_call_that_the_host_does_not_vouch_for_is_made_and_ends_replay(network):
+    replay = serving(network)
+    assert replayed(replay, network, x(), options={})
+    assert replay.reason is None
+    assert python_calls(replay, network, x(), options={"reason": Reason(ReasonCode.ANY_PATCH)}) == 1
+    assert replay.reason == Reason(ReasonCode.ANY_PATCH)
+    assert python_calls(replay, network, x(), options={}) == 1
 
 
 def test_a_plain_host_vouches_for_nothing():
@@ -197,58 +197,58 @@ def patch_method(network):
     "change", [change_weight, move_weight, hook, replace_forward, replace_module, set_attribute, patch_method]
 )
 def test_what_changes_in_a_network_is_seen_by_the_next_call(change, network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
+    replay = serving(network)
+    assert replayed(replay, network, x())
     change(network)
-    assert python_calls(recordings, network, x()) == 1
+    assert python_calls(replay, network, x()) == 1
 
 
 def test_modules_are_looked_at_while_the_gpu_works(network, monkeypatch):
     order = []
-    recordings = serving(network, lambda call, pool: Repeated(lambda: [call(), order.append("replay")]))
+    replay = serving(network, lambda call, pool: Repeated(lambda: [call(), order.append("replay")]))
     for _ in range(2):
-        serve(recordings, network, (x(),), {})
-    monkeypatch.setattr(recordings._modules, "check", lambda: order.append("modules"))
+        serve(replay, network, (x(),), {})
+    monkeypatch.setattr(replay._modules, "check", lambda: order.append("modules"))
     order.clear()
-    serve(recordings, network, (x(),), {})
+    serve(replay, network, (x(),), {})
     assert order == ["replay", "modules"]
 
 
 @pytest.mark.parametrize("change", [change_weight, move_weight, set_attribute])
 def test_a_network_that_stays_changed_is_recorded_anew(change, network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
+    replay = serving(network)
+    assert replayed(replay, network, x())
     change(network)
-    assert replayed(recordings, network, x())
+    assert replayed(replay, network, x())
 
 
 @pytest.mark.parametrize("change", [hook, replace_forward, replace_module])
 def test_code_of_others_in_a_network_is_never_recorded(change, network):
-    recordings = serving(network)
+    replay = serving(network)
     change(network)
-    assert not replayed(recordings, network, x())
+    assert not replayed(replay, network, x())
 
 
 def test_a_weight_that_is_gone_is_noticed_even_if_another_takes_its_place(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
+    replay = serving(network)
+    assert replayed(replay, network, x())
     network.inner._parameters["weight"] = None
     gc.collect()
-    assert not recordings._tensors.holds()
+    assert not replay._tensors.holds()
 
 
 def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
     network.inner.bias = nn.Parameter(torch.empty(4, device="meta"))
-    recordings = serving(network)
+    replay = serving(network)
     for _ in range(3):
-        serve(recordings, lambda x: x, (x(),), {})
-    assert recordings._counters.captures == 0
-    assert recordings.reason == Reason(ReasonCode.WEIGHTS_ELSEWHERE)
+        serve(replay, lambda x: x, (x(),), {})
+    assert replay._counters.captures == 0
+    assert replay.reason == Reason(ReasonCode.WEIGHTS_ELSEWHERE)
 
 
 @pytest.mark.parametrize("event", ["had_setup", "is_eager_in_part"])
 def test_disturbed_calls_are_not_captured(network, event):
-    recordings = serving(network)
+    replay = serving(network)
 
     for _ in range(3):
         running = RunningCall(None)
@@ -257,24 +257,24 @@ def test_disturbed_calls_are_not_captured(network, event):
             setattr(running, event, True)
             return network(*args)
 
-        serve(recordings, disturbed, (x(),), {}, running)
-    assert recordings._counters.captures == 0
+        serve(replay, disturbed, (x(),), {}, running)
+    assert replay._counters.captures == 0
 
 
 @pytest.mark.parametrize("change", [{"retired": "it failed its check"}, {"is_evicted": True}])
 def test_a_graph_out_of_use_ends_its_captures(network, change):
     """Another model that shares the graph may be the one that found out."""
-    recordings, entry = serving(network), CacheEntry(None)
+    replay, entry = serving(network), CacheEntry(None)
     running = RunningCall(None)
     running.entries.add(entry)
     for _ in range(3):
-        serve(recordings, network, (x(),), {}, running)
-    assert recordings._counters.replays == 1
+        serve(replay, network, (x(),), {}, running)
+    assert replay._counters.replays == 1
     CacheEntry(None).retired = Reason(ReasonCode.CHECK_FAILED, "another region")
-    assert python_calls(recordings, network, x()) == 0
+    assert python_calls(replay, network, x()) == 0
     for name, value in change.items():
         setattr(entry, name, value)
-    assert python_calls(recordings, network, x()) == 1
+    assert python_calls(replay, network, x()) == 1
 
 
 def test_a_recording_that_gives_another_result_is_not_used(network):
@@ -284,8 +284,8 @@ def test_a_recording_that_gives_another_result_is_not_used(network):
         network.strength = strength
         return Repeated(lambda: None)
 
-    recordings = serving(network, record_wrongly)
-    assert [python_calls(recordings, network, x()) for _ in range(4)] == [1, 2, 1, 1]
+    replay = serving(network, record_wrongly)
+    assert [python_calls(replay, network, x()) for _ in range(4)] == [1, 2, 1, 1]
 
 
 def test_a_call_that_cannot_be_recorded_is_made_and_not_tried_again(network):
@@ -295,29 +295,29 @@ def test_a_call_that_cannot_be_recorded_is_made_and_not_tried_again(network):
         attempts.append(call)
         raise torch.cuda.OutOfMemoryError("no memory")
 
-    recordings = serving(network, fail)
-    assert [python_calls(recordings, network, x()) for _ in range(4)] == [1, 1, 1, 1]
+    replay = serving(network, fail)
+    assert [python_calls(replay, network, x()) for _ in range(4)] == [1, 1, 1, 1]
     assert len(attempts) == 1
-    assert recordings.reason == Reason(ReasonCode.ERROR, "OutOfMemoryError: no memory")
+    assert replay.reason == Reason(ReasonCode.ERROR, "OutOfMemoryError: no memory")
 
 
 def test_once_right_a_kind_of_call_is_not_compared_again(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    recordings.forget()
-    assert [python_calls(recordings, network, x()) for _ in range(3)] == [1, 1, 0]
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    replay.forget()
+    assert [python_calls(replay, network, x()) for _ in range(3)] == [1, 1, 0]
 
 
 def test_a_proven_kind_that_cannot_be_recorded_any_more_is_called(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    recordings.forget()
-    recordings._capture = lambda call, pool: 1 / 0
-    assert [python_calls(recordings, network, x()) for _ in range(3)] == [1, 1, 1]
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    replay.forget()
+    replay._capture = lambda call, pool: 1 / 0
+    assert [python_calls(replay, network, x()) for _ in range(3)] == [1, 1, 1]
 
 
 def test_a_recorded_call_writes_to_a_context_of_its_own(network):
-    recordings = serving(network)
+    replay = serving(network)
     options = {}
 
     def write(x, options):
@@ -325,29 +325,29 @@ def test_a_recorded_call_writes_to_a_context_of_its_own(network):
         return network(x)
 
     for _ in range(3):
-        serve(recordings, write, (x(),), {"options": options})
+        serve(replay, write, (x(),), {"options": options})
     assert options == {"block": 1}  # by the calls; the recorded one had a copy
 
 
 def test_forgetting_drops_what_a_recording_holds(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    held = weakref.ref(next(iter(recordings._states.values())).inputs[0])
-    recordings.forget()
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    held = weakref.ref(next(iter(replay._states.values())).inputs[0])
+    replay.forget()
     gc.collect()
     assert held() is None
 
 
 def test_they_end_with_a_sampling_whose_memory_others_may_take(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    recordings.release_memory()
-    assert python_calls(recordings, network, x()) == 1
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    replay.release_memory()
+    assert python_calls(replay, network, x()) == 1
 
 
 @pytest.fixture
 def lent(monkeypatch):
-    """As if memory were lent to recordings while they run; the list has an item for each time it was given back."""
+    """As if memory were lent to replay while they run; the list has an item for each time it was given back."""
     returned = []
     monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
     monkeypatch.setattr(module, "return_lent_memory", returned.append)
@@ -355,94 +355,94 @@ def lent(monkeypatch):
 
 
 def test_they_outlive_a_sampling_where_their_memory_is_lent(network, lent):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    recordings.release_memory()
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    replay.release_memory()
     assert lent == [torch.device("cpu")]
-    assert python_calls(recordings, network, x()) == 0
+    assert python_calls(replay, network, x()) == 0
     change_weight(network)
-    recordings.release_memory()
-    assert python_calls(recordings, network, x()) == 1
+    replay.release_memory()
+    assert python_calls(replay, network, x()) == 1
 
 
 def test_few_steps_pay_for_a_recording_only_where_it_outlives_them(network, monkeypatch):
     few = {"options": {"steps": FEWEST_STEPS - 1}}
-    recordings = serving(network)
-    assert [python_calls(recordings, network, x(), **few) for _ in range(4)] == [1, 1, 1, 1]
-    assert recordings.reason == Reason(ReasonCode.FEW_STEPS, str(FEWEST_STEPS))
+    replay = serving(network)
+    assert [python_calls(replay, network, x(), **few) for _ in range(4)] == [1, 1, 1, 1]
+    assert replay.reason == Reason(ReasonCode.FEW_STEPS, str(FEWEST_STEPS))
     monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
     monkeypatch.setattr(module, "return_lent_memory", lambda device: None)
-    recordings = serving(network)
+    replay = serving(network)
     calls = []
     for _ in range(4):  # samplings of a single step
-        calls.append(python_calls(recordings, network, x(), **few))
-        recordings.release_memory()
+        calls.append(python_calls(replay, network, x(), **few))
+        replay.release_memory()
     assert calls == [1, 2, 0, 0]
 
 
 def test_of_those_that_outlive_a_sampling_the_unused_make_room(network, lent):
-    recordings = serving(network)
+    replay = serving(network)
     for batch in range(1, MAX_CAPTURES + 1):
-        assert replayed(recordings, network, x(batch))
-    recordings.release_memory()
-    assert python_calls(recordings, network, x(1)) == 0
-    assert replayed(recordings, network, x(MAX_CAPTURES + 1))
-    assert python_calls(recordings, network, x(1)) == 0
-    assert python_calls(recordings, network, x(2)) == 1
-    assert len(recordings._states) == MAX_CAPTURES
+        assert replayed(replay, network, x(batch))
+    replay.release_memory()
+    assert python_calls(replay, network, x(1)) == 0
+    assert replayed(replay, network, x(MAX_CAPTURES + 1))
+    assert python_calls(replay, network, x(1)) == 0
+    assert python_calls(replay, network, x(2)) == 1
+    assert len(replay._states) == MAX_CAPTURES
 
 
 def test_what_could_not_be_recorded_is_tried_again_in_the_next_sampling(network, lent):
-    recordings = serving(network, lambda call, pool: 1 / 0)
+    replay = serving(network, lambda call, pool: 1 / 0)
     for _ in range(3):
-        python_calls(recordings, network, x())
-    recordings._capture = uncounted
-    assert not replayed(recordings, network, x())
-    recordings.release_memory()
-    assert replayed(recordings, network, x())
+        python_calls(replay, network, x())
+    replay._capture = uncounted
+    assert not replayed(replay, network, x())
+    replay.release_memory()
+    assert replayed(replay, network, x())
 
 
 def test_a_recording_that_finds_no_memory_any_more_is_made_anew(network, lent, monkeypatch):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    recordings.release_memory()
-    (recorded,) = recordings._states.values()
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    replay.release_memory()
+    (recorded,) = replay._states.values()
 
     def fail():
         raise torch.cuda.OutOfMemoryError("CUDA out of memory\nTried to allocate")
 
     monkeypatch.setattr(recorded.graph, "replay", fail)
     item = x()
-    torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
-    assert recordings.reason == Reason(ReasonCode.ERROR, "OutOfMemoryError: CUDA out of memory")
-    assert replayed(recordings, network, x())
-    assert recordings.reason is None
+    torch.testing.assert_close(serve(replay, network, (item,), {}), network(item))
+    assert replay.reason == Reason(ReasonCode.ERROR, "OutOfMemoryError: CUDA out of memory")
+    assert replayed(replay, network, x())
+    assert replay.reason is None
 
 
 def test_other_arithmetic_is_another_call(network, lent):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
+    replay = serving(network)
+    assert replayed(replay, network, x())
     with torch.backends.cudnn.flags(benchmark=not torch.backends.cudnn.benchmark):
-        assert python_calls(recordings, network, x()) == 1
-    assert python_calls(recordings, network, x()) == 0
+        assert python_calls(replay, network, x()) == 1
+    assert python_calls(replay, network, x()) == 0
 
 
 def test_the_recordings_do_not_keep_the_network(network):
-    recordings = serving(network)
-    assert replayed(recordings, network, x())
-    recordings.forget()
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    replay.forget()
     CALLS.clear()
     reference = weakref.ref(network)
     del network
     # The fixture holds it, but nothing of ours may: its own dictionary is all that is kept.
-    assert not any(value is reference() for value in vars(recordings).values())
+    assert not any(value is reference() for value in vars(replay).values())
 
 
 def test_inputs_of_inference_mode_and_without_it(network):
-    recordings = serving(network)
+    replay = serving(network)
     with torch.inference_mode():
-        assert replayed(recordings, network, x())
-    assert python_calls(recordings, network, x()) == 0
+        assert replayed(replay, network, x())
+    assert python_calls(replay, network, x()) == 0
 
 
 def test_only_cuda_records():
@@ -462,35 +462,35 @@ def used():
 def test_a_cuda_graph_follows_inputs_and_weights():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = StepReplay(network, Options(), device, Counters())
+    replay = StepReplay(network, Options(), device, Counters())
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
-        torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
-    assert recordings._counters.replays == 1
+        torch.testing.assert_close(serve(replay, network, (item,), {}), network(item))
+    assert replay._counters.replays == 1
     network.inner.weight.mul_(2)
     item = torch.randn(2, 4, device=device)
-    torch.testing.assert_close(serve(recordings, network, (item,), {}), network(item))
-    assert recordings._counters.replays == 2
+    torch.testing.assert_close(serve(replay, network, (item,), {}), network(item))
+    assert replay._counters.replays == 2
 
 
 def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_where(network):
-    recordings = serving(network)
+    replay = serving(network)
 
     def waiting(item):
         return network(item) * item.sum().item()
 
     for _ in range(4):
         item = x()
-        torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
-    assert recordings._counters.captures == 0
-    assert recordings.reason == Reason(ReasonCode.WAITS_FOR_GPU, "aten._local_scalar_dense")
+        torch.testing.assert_close(serve(replay, waiting, (item,), {}), waiting(item))
+    assert replay._counters.captures == 0
+    assert replay.reason == Reason(ReasonCode.WAITS_FOR_GPU, "aten._local_scalar_dense")
 
 
 @on_gpu
 def test_what_python_raises_while_recording_is_survived():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = StepReplay(network, Options(), device, Counters())
+    replay = StepReplay(network, Options(), device, Counters())
     calls = []
 
     def failing(item):
@@ -500,20 +500,20 @@ def test_what_python_raises_while_recording_is_survived():
 
     item = torch.ones(2, 4, device=device)
     for _ in range(4):
-        torch.testing.assert_close(serve(recordings, failing, (item,), {}), network(item).repeat(64, 64))
-    assert recordings.reason.detail.startswith("ZeroDivisionError")
-    recordings.forget()
+        torch.testing.assert_close(serve(replay, failing, (item,), {}), network(item).repeat(64, 64))
+    assert replay.reason.detail.startswith("ZeroDivisionError")
+    replay.forget()
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
-        torch.testing.assert_close(serve(recordings, network, (item,), {"time": None}), network(item))
-    assert recordings._counters.replays == 1
+        torch.testing.assert_close(serve(replay, network, (item,), {"time": None}), network(item))
+    assert replay._counters.replays == 1
 
 
 @on_gpu
 def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behind():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = StepReplay(network, Options(), device, Counters())
+    replay = StepReplay(network, Options(), device, Counters())
 
     def waiting(item):
         return network(item) * item.sum().item()
@@ -523,23 +523,23 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     stream = torch.cuda.current_stream()
     for _ in range(4):
         item = torch.ones(2, 4, device=device)
-        torch.testing.assert_close(serve(recordings, waiting, (item,), {}), waiting(item))
-    assert recordings._counters.captures == 0
+        torch.testing.assert_close(serve(replay, waiting, (item,), {}), waiting(item))
+    assert replay._counters.captures == 0
     assert torch.cuda.current_stream() == stream
     assert torch.randn(1 << 20, device=device).std().item() == pytest.approx(1, abs=0.01)
-    recordings.forget()
+    replay.forget()
     assert used() <= before + (2 << 20)
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
-        torch.testing.assert_close(serve(recordings, network, (item,), {"time": None}), network(item))
-    assert recordings._counters.replays == 1
+        torch.testing.assert_close(serve(replay, network, (item,), {"time": None}), network(item))
+    assert replay._counters.replays == 1
 
 
 @on_gpu
 def test_random_numbers_go_on_as_they_would_have():
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = StepReplay(network, Options(), device, Counters())
+    replay = StepReplay(network, Options(), device, Counters())
     item = torch.ones(2, 4, device=device)
 
     def draws(call):
@@ -550,8 +550,8 @@ def test_random_numbers_go_on_as_they_would_have():
             numbers.append(torch.randn(3, device=device))
         return torch.stack(numbers)
 
-    torch.testing.assert_close(draws(lambda: serve(recordings, network, (item,), {})), draws(lambda: network(item)))
-    assert recordings._counters.replays == 2
+    torch.testing.assert_close(draws(lambda: serve(replay, network, (item,), {})), draws(lambda: network(item)))
+    assert replay._counters.replays == 2
 
 
 @on_gpu
@@ -559,7 +559,7 @@ def test_random_numbers_go_on_as_they_would_have():
 def test_memory_of_recordings_comes_back(end):
     network = Network(GPU)
     device = network.inner.weight.device
-    recordings = StepReplay(network, Options(), device, Counters())
+    replay = StepReplay(network, Options(), device, Counters())
 
     def narrow(item):
         return network(item).sum(0)
@@ -569,11 +569,11 @@ def test_memory_of_recordings_comes_back(end):
     before = used()
     for _ in range(2):
         for _ in range(3):
-            serve(recordings, narrow, (item,), {})
-        assert recordings._counters.replays
+            serve(replay, narrow, (item,), {})
+        assert replay._counters.replays
         assert used() > before + (16 << 20)
-        getattr(recordings, end)()
-        assert used() <= before + (20 << 20 if recordings._states else 2 << 20)  # a recording keeps its input
+        getattr(replay, end)()
+        assert used() <= before + (20 << 20 if replay._states else 2 << 20)  # a recording keeps its input
 
 
 class Outer(nn.Module):
@@ -595,11 +595,11 @@ def pad_around(network):
 @pytest.mark.parametrize(("change", "dropped"), [(pad_around, True), (lambda network: None, False)])
 def test_a_change_between_blocks_drops_recordings_before_the_next_sampling(change, dropped):
     network, data = Outer(), torch.randn(2, 4, 6)
-    recordings = serving(network, lambda call, pool: Repeated(call))
+    replay = serving(network, lambda call, pool: Repeated(call))
     for _ in range(3):
-        serve(recordings, network, (data,), {})
-    assert recordings._counters.replays == 1
+        serve(replay, network, (data,), {})
+    assert replay._counters.replays == 1
     change(network)
-    recordings.look()
-    torch.testing.assert_close(serve(recordings, network, (data,), {}), network(data))
-    assert recordings._counters.replays == (1 if dropped else 2)
+    replay.look()
+    torch.testing.assert_close(serve(replay, network, (data,), {}), network(data))
+    assert replay._counters.replays == (1 if dropped else 2)

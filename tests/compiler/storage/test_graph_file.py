@@ -201,7 +201,7 @@ def replaced(value, path, other):
     return copy
 
 
-def test_manifest_with_a_wrong_type_is_sound_or_one_sentence(data):
+def test_manifest_with_a_wrong_type_loads_or_fails(data):
     """A value of another type anywhere gives a list of sound graphs or one sentence."""
     manifest = json.loads(manifest_of(data))
     first = manifest["graphs"][0]

@@ -168,7 +168,7 @@ def test_folder_in_place_of_a_file_is_absent(store):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_full_disk_logs_once_and_leaves_no_partial_file(store, monkeypatch, caplog, step):
+def test_full_disk_logs_once_without_partial_files(store, monkeypatch, caplog, step):
     Trust().sign(b"")  # make the key first, so that only writing the graph fails
     monkeypatch.setattr(os, step, fail_with(OSError(errno.ENOSPC, "No space left on device")))
     assert store.put(GRAPH) is False
@@ -224,7 +224,7 @@ def test_a_file_is_whole_after_each_of_100_kills(tmp_path):
     assert interrupted > 10
 
 
-def test_a_restart_with_the_same_store_compiles_nothing(store):
+def test_a_restart_with_the_store_compiles_nothing(store):
     for network, reference in ((ConvolutionNetwork(), None), (StreamNetwork(), None)):
         inputs = network.inputs(sizes())
         reference = network(*[t.clone() for t in inputs])
@@ -508,7 +508,7 @@ def test_store_does_not_wait_for_a_pipe(store, caplog):
     assert store.get(key("a")) == graph("a")
 
 
-def test_oversized_file_logs_one_sentence_and_is_replaced(store, caplog):
+def test_oversized_file_is_logged_and_replaced(store, caplog):
     store.folder.mkdir()
     for path in (store.folder / file_name("a"), note_path(store)):
         path.touch()
@@ -528,7 +528,7 @@ def header_with(data, **texts):
 
 
 @pytest.mark.parametrize("name", ["signature", "compiled_graphs"])
-def test_lone_surrogate_in_a_file_is_compiled_again_and_mended(store, name):
+def test_file_with_a_lone_surrogate_is_replaced(store, name):
     network = transformer()
     compile_network(network, Registry(GraphCache(store)))
     path = only_file(store)
@@ -580,7 +580,7 @@ def filled(store):
     return paths
 
 
-def test_foreign_files_in_the_folder_are_ignored_and_stay(store):
+def test_foreign_files_are_ignored_and_stay(store):
     others = filled(store)
     store.limit = 0
     for word in ("a", "b"):

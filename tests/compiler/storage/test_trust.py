@@ -74,7 +74,7 @@ def test_a_list_that_was_edited_loses_nothing(trust):
 
 
 @pytest.mark.parametrize("length", [0, 5, KEY_BYTES + 1, 10_000])
-def test_a_damaged_key_signs_nothing_and_trusts_nothing(trust, length):
+def test_a_damaged_key_signs_and_trusts_nothing(trust, length):
     trust.folder.mkdir()
     write_own(trust.folder / "key", bytes(length))
     with pytest.raises(UnusableKey, match="not a key"):
@@ -138,7 +138,7 @@ def test_pipe_in_place_of_a_file_is_refused(trust, name, caplog):
     assert not trust.trusts(io.BytesIO(b"file"))
 
 
-def test_key_folder_that_cannot_be_made_names_the_remedy(tmp_path):
+def test_unwritable_key_folder_names_the_remedy(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UnusableKey, match="COMPILED_GRAPHS_TRUST"):
         Trust(tmp_path / "file" / "trust").sign(b"manifest")

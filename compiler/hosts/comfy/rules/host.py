@@ -130,12 +130,12 @@ class ComfyHost(Host):
     def patch_names(self, context: Mapping[str, Any], patch_points: str) -> frozenset[str]:
         return attention_patches.patch_names(context[OPTIONS], patch_points)
 
-    def prepare_for_tracing(self, twin: nn.Module) -> None:
+    def prepare_for_tracing(self, weightless: nn.Module) -> None:
         """A VAE's attention chooses its function when it is built, and some of those look at free memory."""
-        for module in twin.modules():
+        for module in weightless.modules():
             if function := module.__dict__.get("optimized_attention"):
                 module.__dict__["optimized_attention"] = opaque_map_attention(function)
-        multiply_weights(twin)
+        multiply_weights(weightless)
 
     def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""

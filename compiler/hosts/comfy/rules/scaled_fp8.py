@@ -11,14 +11,14 @@ from torch import nn
 from .. import comfy_compat
 
 
-def multiply_weights(twin: nn.Module) -> None:
+def multiply_weights(weightless: nn.Module) -> None:
     """Let scaled layers of a weightless copy multiply the weight by its scale, whatever the size of the input.
 
     ComfyUI multiplies what is smaller, weight or input (`comfy.ops.scaled_fp8_ops`, without float8 products).
     Traced, that comparison would be a limit on sizes, another one for each layer. In a graph the
     multiplication is part of the cast that the weight needs anyway.
     """
-    for module in twin.modules():
+    for module in weightless.modules():
         if comfy_compat.chooses_by_size(module):
             module.__dict__[comfy_compat.FP8_FORWARD] = MethodType(_linear, module)
 

@@ -10,7 +10,7 @@ BACKEND = EagerBackend()
 
 
 @pytest.mark.parametrize("network", [ConvolutionNetwork, transformer])
-def test_the_executable_gives_what_the_region_gives_before_and_after_saving(network):
+def test_executable_matches_eager_after_saving_too(network):
     network = network()
     exported = export(network)
     block = network.blocks[1]
@@ -25,7 +25,7 @@ def test_the_executable_gives_what_the_region_gives_before_and_after_saving(netw
             torch.testing.assert_close(ours, block(*inputs))
 
 
-def test_results_that_are_none_are_left_out_and_mutations_happen_after_loading():
+def test_none_results_are_dropped_and_mutations_kept():
     network = StreamNetwork()
     exported = export(network)
     loaded = BACKEND.load(BACKEND.compile(exported).to_bytes(), exported.spec)
@@ -37,11 +37,11 @@ def test_results_that_are_none_are_left_out_and_mutations_happen_after_loading()
     torch.testing.assert_close(image, eager)
 
 
-def test_it_is_there_on_every_device():
+def test_eager_is_available_on_every_device():
     assert [BACKEND.available(torch.device(name)) for name in ("cpu", "cuda", "meta")] == [None, None, None]
 
 
-def test_its_environment_names_it_the_torch_version_and_the_kind_of_device():
+def test_environment_names_torch_and_the_device_type():
     assert BACKEND.environment(CPU) == {"backend": "eager", "torch": torch.__version__, "device": "cpu"}
     assert BACKEND.environment(torch.device("cuda", 1)) == BACKEND.environment(torch.device("cuda", 0))
 
@@ -60,7 +60,7 @@ def test_auto_is_inductor(monkeypatch):
     assert choose_backend("auto", CPU) == (BACKENDS["inductor"], "")
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
+def test_an_unknown_backend_names_those_there_are():
     chosen, reason = choose_backend("onnx", CPU)
     assert chosen is None
     assert all(name in reason for name in ["onnx", *NAMES])

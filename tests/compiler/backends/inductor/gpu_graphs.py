@@ -18,6 +18,6 @@ def compiled_on_gpu(network):
     """Return the only graph of a network that was compiled for the GPU."""
     device = next(network.parameters()).device
     compiled = CompiledModel(network, find_regions(network), Target(device, InductorBackend(), Host()), GraphCache())
-    compiled.prepare(lambda twin, at: twin(*(x.to(device) for x in network.inputs(at))))
+    compiled.prepare(lambda weightless, at: weightless(*(x.to(device) for x in network.inputs(at))))
     (graph,) = compiled.graphs()
     return graph

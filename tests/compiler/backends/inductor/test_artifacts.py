@@ -27,7 +27,7 @@ def settings():
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-def test_an_artifact_computes_the_region_at_every_size_before_and_after_saving_and_leaves_torchs_settings_alone():
+def test_artifacts_match_eager_before_and_after_saving():
     network = transformer()
     exported = export(network)
     before = settings()
@@ -43,7 +43,7 @@ def test_an_artifact_computes_the_region_at_every_size_before_and_after_saving_a
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-def test_regions_of_equal_code_and_other_widths_get_their_own_artifacts():
+def test_other_widths_get_their_own_artifacts():
     for channels in (8, 12):
         network = ConvolutionNetwork(channels)
         executable = BACKEND.compile(export(network))
@@ -54,7 +54,7 @@ def test_regions_of_equal_code_and_other_widths_get_their_own_artifacts():
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_from_disk(tmp_path):
+def test_a_model_that_writes_to_inputs_loads_from_disk(tmp_path):
     network = StreamNetwork()
     cases = [
         (torch.randn(batch, WIDTH, height).transpose(1, 2), torch.randn(batch, 5, WIDTH))
@@ -75,7 +75,7 @@ def test_a_model_that_writes_to_its_inputs_runs_compiled_and_after_a_restart_fro
 
 
 @on_gpu
-def test_sizes_whose_indices_do_not_fit_32_bits_are_refused():
+def test_sizes_beyond_32_bit_indices_are_refused():
     spec = compiled_on_gpu(transformer().to("cuda")).spec
     assert spec.fits([(1 << 10, 1 << 12, WIDTH)])
     assert not spec.fits([(1 << 15, 1 << 12, WIDTH)])
@@ -108,7 +108,7 @@ print(json.dumps([refused, error, totals.compiles, totals.from_file, len(totals.
 
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.skipif(os.name == "nt", reason="the compiler is watched through a shell script")
-def test_a_file_loads_in_a_new_process_with_empty_caches_and_without_any_compiler(tmp_path):
+def test_a_file_loads_without_caches_or_a_compiler(tmp_path):
     compiled = compile_network(transformer(), Registry(), BACKEND)
     file = tmp_path / "graphs"
     file.write_bytes(write_graphs([StoredGraph.of(graph) for graph in compiled.graphs()], Trust()))
@@ -132,7 +132,7 @@ def test_a_file_loads_in_a_new_process_with_empty_caches_and_without_any_compile
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-def test_machine_code_for_another_processor_is_refused_by_name(monkeypatch):
+def test_code_for_another_processor_is_refused(monkeypatch):
     exported = export(transformer())
     data = BACKEND.compile(exported).to_bytes()
     monkeypatch.setattr(artifacts, "_cpu_features", lambda: frozenset())
@@ -142,7 +142,7 @@ def test_machine_code_for_another_processor_is_refused_by_name(monkeypatch):
 
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("compiler", [AotiPackage, Artifact])
-def test_without_any_name_that_only_makes_it_faster_a_network_is_compiled(monkeypatch, tmp_path, take_away, compiler):
+def test_a_network_compiles_without_optional_names(monkeypatch, tmp_path, take_away, compiler):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     needed = {name.path for name in (*torch_compat.FOR_CPUS, *torch_compat.FOR_GPUS)}
     take_away(*[path for path, need in torch_compat.NAMES.items() if need is not Need.ALL and path not in needed])

@@ -22,7 +22,7 @@ from torch._inductor import cpp_builder, exc
 BACKEND = InductorBackend()
 
 
-def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypatch):
+def test_kernels_get_addresses_during_a_capture(monkeypatch):
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     seen = []
@@ -39,7 +39,7 @@ def test_kernels_launched_while_a_call_is_recorded_are_given_addresses(monkeypat
     assert seen[1][1][0] is tensor
 
 
-def test_nothing_is_recorded_where_torch_has_no_such_launcher(take_away):
+def test_nothing_is_captured_without_the_launcher(take_away):
     take_away(torch_compat.CachingAutotuner.path)
     network, counters = transformer().blocks[0], Counters()
     recordings = StepReplay(network, Repeating(), CPU, counters, repeat, within=BACKEND.capture_context)
@@ -59,7 +59,7 @@ class Repeating(Host):
 
 
 @on_gpu
-def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights():
+def test_replays_follow_inputs_and_weights():
     network = transformer().to("cuda")
     block, graph = network.blocks[0], compiled_on_gpu(network)
     device = block.gate.device
@@ -73,7 +73,7 @@ def test_its_graphs_are_recorded_by_any_allocator_and_follow_inputs_and_weights(
     assert recordings._counters.replays == 2, recordings.reason
 
 
-def test_warming_up_leaves_nothing_to_import_for_the_first_load():
+def test_warming_up_imports_what_the_first_load_needs():
     script = """
 import sys, torch
 from compiled_graphs.compiler.backends.inductor import InductorBackend
@@ -87,12 +87,12 @@ sys.exit(len(set(sys.modules) - before))
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
-def test_another_kind_of_device_is_answered_with_those_there_are(name):
+def test_an_unsupported_device_names_those_supported(name):
     assert BACKEND.available(torch.device(name)) == f"Inductor graphs run on cuda and cpu devices, not on {name}."
 
 
 @pytest.mark.parametrize("error", [exc.InvalidCxxCompiler(), OSError("no g++"), RuntimeError("no cl")])
-def test_without_a_compiler_one_sentence_says_how_to_get_one(monkeypatch, error):
+def test_a_missing_compiler_names_the_remedy(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
@@ -108,13 +108,13 @@ def test_a_compiler_that_does_not_exist_counts_as_none():
     assert BACKEND.available(CPU) is None
 
 
-def test_without_python_headers_one_sentence_says_how_to_get_them(monkeypatch, tmp_path):
+def test_missing_python_headers_name_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(backend.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert "python3-dev" in BACKEND.available(CPU)
 
 
-def test_a_folder_that_cannot_be_written_is_said_with_the_remedy(monkeypatch):
+def test_an_unwritable_folder_names_the_remedy(monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -126,12 +126,12 @@ def test_a_folder_that_cannot_be_written_is_said_with_the_remedy(monkeypatch):
     assert "TORCHINDUCTOR_CACHE_DIR" in reason
 
 
-def test_an_old_torch_is_said_with_the_version_that_is_needed(monkeypatch):
+def test_an_old_torch_names_the_version_needed(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
     assert BACKEND.available(CPU) == "Inductor graphs need torch 2.8 or newer; this is 2.7.1+cu128: update torch."
 
 
-def test_the_environment_is_the_same_each_time_and_names_torch_and_the_instruction_set():
+def test_the_environment_is_stable_and_names_torch():
     environment = BACKEND.environment(CPU)
     assert environment == InductorBackend().environment(CPU)
     assert environment["torch"] == torch.__version__
@@ -140,14 +140,14 @@ def test_the_environment_is_the_same_each_time_and_names_torch_and_the_instructi
     assert all(isinstance(value, str) for value in environment.values())
 
 
-def test_without_a_digest_of_its_code_inductor_is_known_by_torchs_commit(take_away):
+def test_torchs_commit_replaces_a_missing_digest(take_away):
     before = BACKEND.environment(CPU)
     take_away(torch_compat.torch_key.path)
     assert BACKEND.environment(CPU) == before | {"inductor": torch.version.git_version}
 
 
 @pytest.mark.parametrize("name", [*torch_compat.INDUCTOR_WARM_UP, torch_compat.torch_key])
-def test_warming_up_leaves_out_what_torch_does_not_have(take_away, name):
+def test_warming_up_skips_what_torch_lacks(take_away, name):
     take_away(name.path)
     BACKEND.warm_up()
 
@@ -155,7 +155,7 @@ def test_warming_up_leaves_out_what_torch_does_not_have(take_away, name):
 @pytest.mark.parametrize(
     "name", [torch_compat.get_cpp_compiler, torch_compat.InvalidCxxCompiler, torch_compat.cache_dir]
 )
-def test_what_torch_does_not_say_counts_as_there(monkeypatch, take_away, name):
+def test_checks_that_torch_lacks_count_as_passed(monkeypatch, take_away, name):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(backend.Path, "is_file", lambda self: True)
     take_away(name.path)

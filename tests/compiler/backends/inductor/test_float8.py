@@ -81,7 +81,7 @@ def products(module):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_large_layer_multiplies_in_float8_and_the_others_as_they_did(dtype, bias):
+def test_only_large_layers_multiply_in_float8(dtype, bias):
     network = Layers(bias)
     module, weights = traced(network, dtype=dtype)
     assert quantize_linears(module) == 1
@@ -94,7 +94,7 @@ def test_a_large_layer_multiplies_in_float8_and_the_others_as_they_did(dtype, bi
         assert 1e-3 < relative_error(ours, theirs) < BOUNDS[torch.float8_e4m3fn] / 2
 
 
-def test_rows_of_zeros_and_rows_of_any_size_keep_their_scale():
+def test_zero_rows_and_rows_of_any_scale_stay_accurate():
     network = Layers()
     module, weights = traced(network)
     quantize_linears(module)
@@ -124,7 +124,7 @@ class Rounding(EagerBackend):
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_a_graph_is_checked_within_what_it_says_of_its_precision(says_so):
+def test_the_precision_sets_the_bound_of_the_check(says_so):
     network = Network().half()
     compiled = compile_network(network, Registry(), Rounding(says_so))
     x = torch.randn(2, 40, WIDTH, dtype=torch.float16)
@@ -134,7 +134,7 @@ def test_a_graph_is_checked_within_what_it_says_of_its_precision(says_so):
 
 
 @pytest.mark.parametrize(("rows", "precision"), [(FEWEST_ROWS, torch.float8_e4m3fn), (FEWEST_ROWS - 2, None)])
-def test_that_a_graph_is_rounded_is_saved_with_it_and_one_that_is_not_has_to_be_exact(rows, precision, monkeypatch):
+def test_the_precision_is_saved_with_the_graph(rows, precision, monkeypatch):
     monkeypatch.setattr(InductorBackend, "compile", lambda self, exported: SimpleNamespace(to_bytes=lambda: b"graph"))
     monkeypatch.setattr(InductorBackend, "load", lambda self, data, spec: data)
     module, _ = traced(Layers(), rows)
@@ -144,18 +144,18 @@ def test_that_a_graph_is_rounded_is_saved_with_it_and_one_that_is_not_has_to_be_
     assert (loaded.precision, loaded._executable) == (precision, b"graph")
 
 
-def test_it_says_what_it_needs():
+def test_float8_names_the_gpu_that_it_needs():
     assert BACKEND.available(CPU).startswith("Products in float8 need an NVIDIA GPU")
 
 
 @on_gpu
-def test_on_a_gpu_it_is_near_eager_at_every_size():
+def test_float8_is_near_eager_at_every_size_on_a_gpu():
     network = Network().half().to("cuda")
     device = next(network.parameters()).device
     expected = {tokens: torch.randn(2, tokens, WIDTH, dtype=torch.float16, device=device) for tokens in (40, 400)}
     theirs = {tokens: network(x) for tokens, x in expected.items()}
     compiled = CompiledModel(network, find_regions(network), Target(device, BACKEND, Host()), GraphCache())
-    compiled.prepare(lambda twin, at: twin(*(x.to(device) for x in network.inputs(at))))
+    compiled.prepare(lambda weightless, at: weightless(*(x.to(device) for x in network.inputs(at))))
     for path, forward in compiled.forwards().items():
         network.get_submodule(path).forward = forward
     for tokens, x in expected.items():

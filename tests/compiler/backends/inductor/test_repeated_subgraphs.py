@@ -67,25 +67,25 @@ def cases(network):
 
 def test_equal_blocks_of_a_region_become_one_subgraph():
     module = graph_module(Towers())
-    twin = folded(module)
-    assert len(calls(twin)) == DEPTH - 1  # the last one is followed by something else
-    assert len(twin.graph.nodes) < len(module.graph.nodes)
+    folded_graph = folded(module)
+    assert len(calls(folded_graph)) == DEPTH - 1  # the last one is followed by something else
+    assert len(folded_graph.graph.nodes) < len(module.graph.nodes)
     assert not calls(module)
 
 
-def test_the_folded_graph_computes_the_same_at_every_size():
+def test_folded_graphs_match_eager_at_every_size():
     network = Towers()
-    twin = folded(graph_module(network))
+    folded_graph = folded(graph_module(network))
     for x in cases(network):
-        (ours,) = twin(*weights_of(network.towers[1]), x)
+        (ours,) = folded_graph(*weights_of(network.towers[1]), x)
         torch.testing.assert_close(ours, network.towers[1](x))
 
 
-def test_nothing_is_computed_twice_and_calls_take_what_the_one_before_has_made():
-    twin = folded(graph_module(Towers()))
-    for one, other in pairwise(calls(twin)):
+def test_calls_chain_and_nothing_is_computed_twice():
+    folded_graph = folded(graph_module(Towers()))
+    for one, other in pairwise(calls(folded_graph)):
         assert any(user.users.keys() & {other} for user in one.users)
-    assert not any(node.users == {} for node in twin.graph.nodes if node.op == "call_function")
+    assert not any(node.users == {} for node in folded_graph.graph.nodes if node.op == "call_function")
 
 
 class Halving(TransformerBlock):
@@ -145,7 +145,7 @@ def test_few_blocks_and_other_networks_are_left_alone():
         (lambda x: x.shape[0] * 2, False),
     ],
 )
-def test_a_stretch_is_a_subgraph_only_if_it_writes_to_nothing_and_names_no_memory_twice(function, pure):
+def test_only_pure_stretches_become_subgraphs(function, pure):
     class Network(nn.Module):
         def forward(self, x):
             return function(x)
@@ -169,7 +169,7 @@ def asked(monkeypatch):
     return identifiers
 
 
-def test_torch_asks_once_what_our_subgraph_does_and_always_of_others_and_in_other_threads(asked):
+def test_only_our_subgraph_is_traced_once(asked):
     subgraph, x = torch.fx.symbolic_trace(lambda x: (x + 1,)), torch.randn(3)
 
     def ask(identifier):
@@ -186,7 +186,7 @@ def test_torch_asks_once_what_our_subgraph_does_and_always_of_others_and_in_othe
     assert asked == ["repeated", "theirs", "theirs", "repeated"]
 
 
-def test_where_torch_has_nothing_to_ask_subgraphs_are_compiled_all_the_same(take_away):
+def test_subgraphs_compile_without_a_schema_hook(take_away):
     take_away(torch_compat.invoke_subgraph_gen_schema.path)
     before = InvokeSubgraphHOP.gen_schema
     with tracing_once():
@@ -196,7 +196,7 @@ def test_where_torch_has_nothing_to_ask_subgraphs_are_compiled_all_the_same(take
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
+def test_inductor_compiles_and_saves_a_folded_graph(asked):
     network = Towers()
     exported = export(network)
     compiled = Artifact.compile(exported)
@@ -209,7 +209,7 @@ def test_inductor_compiles_it_and_what_it_makes_can_be_saved(asked):
 
 
 @pytest.mark.usefixtures("cpp_compiler")
-def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piece(monkeypatch):
+def test_a_refused_subgraph_compiles_in_one_piece(monkeypatch):
     compiling, refused = artifacts._compiled, []
 
     def without_subgraphs(module):
@@ -228,7 +228,7 @@ def test_where_torch_cannot_compile_a_subgraph_the_graph_is_compiled_in_one_piec
     )
 
 
-def test_without_a_name_that_finding_them_needs_a_graph_is_compiled_in_one_piece(monkeypatch):
+def test_without_a_torch_name_it_compiles_in_one_piece(monkeypatch):
     compiled = []
     monkeypatch.setattr(artifacts, "_compiled", compiled.append)
     for name in ("tree_map", "free_symbols", "storage_address", "is_mutable", "invoke_subgraph"):

@@ -31,7 +31,7 @@ def test_long_rows_are_normalised_in_one_pass():
     assert b"triton_red_fused" not in data
 
 
-def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
+def test_preferences_hold_only_during_a_compile():
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
@@ -54,7 +54,7 @@ def test_what_we_prefer_holds_only_while_a_graph_is_compiled():
         (sympy.Symbol("tokens"), "INNER", False),
     ],
 )
-def test_rows_and_heads_of_known_length_are_reduced_in_registers(monkeypatch, values, hint, in_registers):
+def test_rows_of_known_length_are_reduced_in_registers(monkeypatch, values, hint, in_registers):
     from torch._inductor.virtualized import V
 
     monkeypatch.setattr(InductorChoices.get(), "should_use_persistent_reduction", staticmethod(lambda *_: False))
@@ -80,7 +80,7 @@ class ByThemselves(tuning._LongerRows, tuning._OneForm, TheirChoices):
 
 
 @pytest.mark.parametrize("name", [InductorChoices, ReductionHint, inductor_config, inductor_globals])
-def test_without_a_name_a_graph_is_compiled_with_what_is_left_of_our_choices(take_away, name):
+def test_without_a_torch_name_the_other_choices_stay(take_away, name):
     from torch._inductor import choices, config
     from torch._inductor.virtualized import V
 
@@ -94,14 +94,14 @@ def test_without_a_name_a_graph_is_compiled_with_what_is_left_of_our_choices(tak
     assert config.triton.autotune_pointwise is before
 
 
-def test_kernels_that_do_not_say_what_we_ask_are_left_to_inductor():
+def test_unknown_kernels_are_left_to_inductor():
     changed = SimpleNamespace()
     assert ByThemselves().should_use_persistent_reduction(changed, cooperative=True) is False
     with tuning.preferences():
         assert ByThemselves().triton_kernel_kwargs(type, changed, [1]) == {"groups": [1]}
 
 
-def test_what_is_missing_is_said_once(caplog, take_away):
+def test_a_missing_name_is_logged_once(caplog, take_away):
     tuning._say_once.cache_clear()
     take_away(InductorChoices.path)
     with caplog.at_level("INFO", logger=tuning.log.name):
@@ -112,7 +112,7 @@ def test_what_is_missing_is_said_once(caplog, take_away):
     assert "torch._inductor.choices.InductorChoices" in record.getMessage()
 
 
-def test_settings_are_given_back_and_unknown_ones_are_left_out():
+def test_settings_are_restored_and_unknown_skipped():
     from torch._inductor import config
 
     before = config.max_autotune
@@ -123,7 +123,7 @@ def test_settings_are_given_back_and_unknown_ones_are_left_out():
         assert not hasattr(config, "no_such_setting")
 
 
-def test_errors_of_compiling_are_not_kept():
+def test_errors_of_a_compile_are_raised():
     with pytest.raises(KeyError), tuning.preferences():
         raise KeyError
 
@@ -133,7 +133,7 @@ def kernel_that_reads(*reads):
     return SimpleNamespace(scheduler_nodes=lambda: [node])
 
 
-def test_a_kernel_gathers_if_values_that_follow_each_other_lie_apart_in_something_it_reads():
+def test_kernels_that_read_distant_values_gather():
     row, column = places = sympy.symbols("row column", integer=True)
     neighbours, one_a_row, pairs = (
         MemoryDep("x", index, places, (sympy.Integer(9), sympy.Integer(64)))
@@ -157,7 +157,7 @@ class TurningBlock(nn.Module):
 
 
 @on_gpu
-def test_only_kernels_that_gather_are_timed_in_two_forms():
+def test_only_kernels_that_gather_are_autotuned():
     data = compiled_on_gpu(Stack(TurningBlock).to("cuda")).executable.to_bytes()
     kernels = re.findall(rb"'kernel_name': '(\w+)'.*?'autotune_pointwise': (\w+)", data)
     assert {is_timed for name, is_timed in kernels if b"sigmoid" in name} == {b"False"}

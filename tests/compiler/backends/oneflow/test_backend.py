@@ -56,7 +56,7 @@ def built():
 
 
 @pytest.mark.oneflow
-def test_executable_matches_eager_before_and_after_saving():
+def test_executable_matches_eager_after_saving_too():
     network = ConvolutionNetwork()
     exported = export(network)
     ran = BACKEND.compile(exported)
@@ -131,7 +131,7 @@ def test_bytes_change_only_with_a_new_size():
 
 
 @pytest.mark.oneflow
-def test_model_that_writes_to_inputs_runs_after_a_restart(tmp_path):
+def test_model_that_writes_to_inputs_loads_from_disk(tmp_path):
     network = StreamNetwork()
     image, text = network.inputs(sizes())
     expected = image.clone()
@@ -335,7 +335,7 @@ def test_unsupported_gpu_is_named(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="the process is for Linux")
-def test_process_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
+def test_process_imports_nothing_from_its_directory(tmp_path, monkeypatch):
     for name in sys.stdlib_module_names | {"numpy", "oneflow", "serve", "start", "instances"}:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\n")
     monkeypatch.chdir(tmp_path)

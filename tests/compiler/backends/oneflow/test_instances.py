@@ -75,7 +75,7 @@ tell(reset=reset, built=built, same=same, after_recent=after_recent, after_oldes
     assert told == {"reset": 1, "built": 5, "same": [True, True], "after_recent": 5, "after_oldest": 6}
 
 
-def test_instances_that_do_not_fit_are_not_built_forever():
+def test_instances_that_do_not_fit_are_given_up():
     told = run("""
 small = Instances("cpu", memory=2**20)
 small.add("a", CONVOLUTION)

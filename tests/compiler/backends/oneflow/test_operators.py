@@ -222,7 +222,7 @@ def test_long_attention_runs_in_parts():
 
 
 @pytest.mark.parametrize("option", [{"dropout": 0.1}, {"is_causal": True}, {"enable_gqa": True}])
-def test_attention_options_without_an_operator_are_refused(option):
+def test_unsupported_attention_options_are_refused(option):
     q = _numbers(1, 2, 4, 8)
     with pytest.raises(NotInOneFlow, match="attention with dropout"):
         OPERATORS["aten.scaled_dot_product_attention.default"](q, q, q, **option)

@@ -209,10 +209,10 @@ def test_a_block_that_is_replaced_and_freed(compiled, sample):
     model, fast = compiled
     sample(fast, NAME)
     block = model.model.diffusion_model.middle_block
-    twin = copy.deepcopy(block[0])
-    for weight in twin.parameters():
+    copied = copy.deepcopy(block[0])
+    for weight in copied.parameters():
         weight.data.mul_(0.5)
-    block[0] = twin
+    block[0] = copied
     assert same(sample(fast, NAME), sample(model, NAME))
     assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.middle_block.modules())
 

@@ -172,16 +172,16 @@ def test_a_cache_of_the_first_block_works_with_compiled_blocks(order, model, sam
 def test_copies_of_a_model_that_runs_are_plain(model, sample, registry):
     """Some nodes keep a deep copy of the network they are given."""
     ours, _ = compiled(model)
-    twins = []
+    copies = []
 
     def keeps_a_copy(apply_model, arguments):
-        twins.append(copy.deepcopy(model.model.diffusion_model))
+        copies.append(copy.deepcopy(model.model.diffusion_model))
         return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
 
     changed = ours.clone()
     changed.set_model_unet_function_wrapper(keeps_a_copy)
     sample(changed, "tiny_sd3")
-    assert all(HOST.module_is_clean(module) for module in twins[0].modules())
+    assert all(HOST.module_is_clean(module) for module in copies[0].modules())
 
 
 class TiledOnce:

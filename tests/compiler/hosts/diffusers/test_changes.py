@@ -139,19 +139,19 @@ def test_dropout_that_trains_shows(pipe):
         torch.testing.assert_close(ours, image(pipe), atol=1e-4, rtol=1e-4)
 
 
-def test_a_compiled_pipeline_is_pickled_and_saved_as_it_was(pipe):
+def test_pickles_of_a_compiled_network_are_uncompiled(pipe):
     before = image(pipe)
-    twin = pickle.loads(pickle.dumps(pipe.unet))
+    copied = pickle.loads(pickle.dumps(pipe.unet))
     buffer = io.BytesIO()
     torch.save(pipe.unet, buffer)
     buffer.seek(0)
-    for copy in (twin, torch.load(buffer, weights_only=False)):
+    for copy in (copied, torch.load(buffer, weights_only=False)):
         assert host._part_of(copy) is None
         pipe.unet = copy
         torch.testing.assert_close(image(pipe), before, atol=1e-4, rtol=1e-4)
 
 
-def test_a_network_is_looked_at_once_a_run(pipe, monkeypatch):
+def test_a_network_is_checked_once_per_run(pipe, monkeypatch):
     image(pipe)
     looks = []
     compiled = host._part_of(pipe.unet).compiled

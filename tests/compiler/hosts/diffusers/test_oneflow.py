@@ -28,7 +28,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", ["sd15", "sd3"])
-def test_images_of_a_pipeline_are_eagers_and_what_is_saved_serves_the_next(name, monkeypatch, tmp_path):
+def test_images_match_eager_and_saved_graphs_load(name, monkeypatch, tmp_path):
     first, second = Registry(), Registry()
     monkeypatch.setattr(host, "registry", lambda: first)
     pipe = getattr(pipelines, name)()

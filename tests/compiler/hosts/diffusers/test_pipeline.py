@@ -121,7 +121,7 @@ def is_plain(pipe) -> bool:
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux"])
-def test_images_are_eagers_at_every_size_and_only_the_first_compiles(name, graphs):
+def test_images_match_eager_and_only_one_compiles(name, graphs):
     pipe = getattr(pipelines, name)()
     expected = [image(pipe, *size) for size in SIZES]
     assert eagerly_compiled(pipe) is pipe
@@ -151,7 +151,7 @@ def test_inductor_makes_the_image_too(restart, tmp_path):
     assert reasons(fresh) == set()
 
 
-def test_frames_of_a_video_are_eagers(graphs):
+def test_frames_of_a_video_match_eager(graphs):
     pipe = pipelines.svd()
     expected = [image(pipe, *size) for size in ((64, 64), (64, 96))]
     eagerly_compiled(pipe)
@@ -162,7 +162,7 @@ def test_frames_of_a_video_are_eagers(graphs):
     assert reasons(pipe) == set()
 
 
-def test_text_to_image_and_image_to_image_share_graphs_with_any_scheduler(graphs):
+def test_pipelines_of_the_same_networks_share_graphs(graphs):
     pipe = pipelines.sdxl()
     other = StableDiffusionXLImg2ImgPipeline(**pipe.components, add_watermarker=False)
     lcm = StableDiffusionXLImg2ImgPipeline(
@@ -207,7 +207,7 @@ def test_restoring_leaves_nothing_behind(graphs):
         assert_same(image(pipe), expected, 0)
 
 
-def test_single_modules_are_compiled_as_in_the_multi_resolution_example(graphs):
+def test_single_modules_are_compiled(graphs):
     pipe = pipelines.sd15()
     expected = [image(pipe, *size) for size in SIZES]
     pipe.unet = compile_module(pipe.unet, backend="eager")
@@ -231,13 +231,13 @@ def test_a_pipeline_that_is_dropped_is_freed(graphs):
 def test_a_deep_copy_runs_on_its_own_weights(graphs):
     pipe = eagerly_compiled(pipelines.sd15(), ignores=("vae",))
     image(pipe)
-    twin = copy.deepcopy(pipe.unet)
+    copied = copy.deepcopy(pipe.unet)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.mul_(0.9)
     plain = pipelines.sd15(0)
-    plain.unet.load_state_dict(twin.state_dict())
-    pipe.unet = twin
+    plain.unet.load_state_dict(copied.state_dict())
+    pipe.unet = copied
     with totals.expect(calls=0):
         assert_same(image(pipe), image(plain), 0)
 
@@ -245,7 +245,7 @@ def test_a_deep_copy_runs_on_its_own_weights(graphs):
 # The reports this project answers, each by its name.
 
 
-def test_report_save_before_the_first_run_saved_nothing(graphs, restart, tmp_path):
+def test_report_saving_before_a_run_saved_nothing(graphs, restart, tmp_path):
     pipe = pipelines.sdxl()
     expected = image(pipe)
     saved = save_pipe(eagerly_compiled(pipe), tmp_path / "graphs")
@@ -261,7 +261,7 @@ def test_report_save_before_the_first_run_saved_nothing(graphs, restart, tmp_pat
     assert reasons(fresh) == set()
 
 
-def test_report_fp16_vae_with_force_upcast_could_not_be_loaded(graphs, restart, tmp_path):
+def test_report_upcast_fp16_vae_did_not_load(graphs, restart, tmp_path):
     save_pipe(eagerly_compiled(pipelines.sdxl().to(torch.float16)), tmp_path)
     restart()
     plain, fresh = (pipelines.sdxl().to(torch.float16) for _ in range(2))
@@ -277,7 +277,7 @@ def test_report_fp16_vae_with_force_upcast_could_not_be_loaded(graphs, restart, 
     assert reasons(fresh) == set()
 
 
-def test_report_video_pipeline_failed_without_upcast_vae(graphs, restart, tmp_path):
+def test_report_video_failed_without_upcast_vae(graphs, restart, tmp_path):
     pipe = eagerly_compiled(pipelines.svd().to(torch.float16))
     small = partial(image, height=32, width=32, steps=1)  # CPUs take long over half precision
     small(pipe)
@@ -292,7 +292,7 @@ def test_report_video_pipeline_failed_without_upcast_vae(graphs, restart, tmp_pa
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-def test_report_base_and_refiner_that_share_a_vae_could_not_both_be_loaded(tiny, graphs, restart, tmp_path):
+def test_report_pipelines_sharing_a_vae_did_not_load(tiny, graphs, restart, tmp_path):
     def load_both():
         base = pipelines.sdxl(vae=pipelines.tiny_autoencoder() if tiny else None)
         if tiny:
@@ -351,7 +351,7 @@ print("loaded", totals.from_file)
 
 
 @pytest.mark.parametrize("how", ["plain", "compiled"])
-def test_report_loading_compiled_again_in_the_next_process(how, graphs, tmp_path):
+def test_report_the_next_process_compiled_again(how, graphs, tmp_path):
     pipe = eagerly_compiled(pipelines.sd15())
     image(pipe, cross_attention_kwargs={})
     save_pipe(pipe, tmp_path / "graphs")
@@ -425,7 +425,7 @@ def prior():
 
 
 @pytest.mark.parametrize("make", [wan, pixart, prior])
-def test_other_networks_are_compiled_when_they_first_run(make, graphs):
+def test_unknown_networks_compile_when_they_first_run(make, graphs):
     network, inputs = make()
     network.eval()
     reference = copy.deepcopy(network)
@@ -449,7 +449,7 @@ def test_what_runs_used_is_saved_too(graphs, restart, tmp_path):
     assert after["unet"] > before["unet"]
 
 
-def test_graphs_wait_for_the_dtype_that_the_pipeline_goes_to(graphs, restart, tmp_path, caplog):
+def test_graphs_of_another_dtype_wait_for_it(graphs, restart, tmp_path, caplog):
     save_pipe(eagerly_compiled(pipelines.sd15().to(torch.bfloat16)), tmp_path)
     restart()
     fresh = pipelines.sd15()
@@ -464,7 +464,7 @@ def test_graphs_wait_for_the_dtype_that_the_pipeline_goes_to(graphs, restart, tm
     assert reasons(fresh) == set()
 
 
-def test_files_of_another_environment_name_the_field_that_differs(graphs, restart, tmp_path, monkeypatch, caplog):
+def test_files_of_another_environment_say_why(graphs, restart, tmp_path, monkeypatch, caplog):
     save_pipe(eagerly_compiled(pipelines.sd15(), ignores=("unet",)), tmp_path)
     restart()
     monkeypatch.setattr(key, "code_version", lambda folder: "another")
@@ -509,7 +509,7 @@ def test_a_folder_of_other_files_is_an_error(graphs, tmp_path):
         load_pipe(pipelines.sd15(), tmp_path)
 
 
-def test_the_graphs_of_another_pipeline_are_an_error_that_names_both(graphs, tmp_path):
+def test_graphs_of_another_pipeline_are_an_error(graphs, tmp_path):
     save_pipe(eagerly_compiled(pipelines.sd3(), ignores=("vae",)), tmp_path)
     with pytest.raises(GraphFileError, match="JointTransformerBlock, and none of them is in this StableDiffusionPip"):
         load_pipe(pipelines.sd15(), tmp_path)
@@ -530,7 +530,7 @@ def test_a_damaged_file_is_named_and_compiled_again(damage, graphs, restart, tmp
     assert_same(image(fresh), expected)
 
 
-def test_a_file_from_another_machine_with_a_damaged_list_is_named(graphs, tmp_path, monkeypatch, caplog):
+def test_a_foreign_file_with_a_damaged_list_is_named(graphs, tmp_path, monkeypatch, caplog):
     saved = save_pipe(eagerly_compiled(pipelines.sd15(), ignores=("unet",)), tmp_path)
     first = saved[0].path
     first.write_bytes(first.read_bytes().replace(b"fingerprint", b"fingerprinx"))
@@ -539,7 +539,7 @@ def test_a_file_from_another_machine_with_a_damaged_list_is_named(graphs, tmp_pa
     assert any("manifest is damaged" in message for message in caplog.messages)
 
 
-def test_a_folder_from_another_machine_is_the_list_of_what_is_compiled(graphs, restart, tmp_path, monkeypatch):
+def test_a_foreign_folder_lists_what_is_compiled(graphs, restart, tmp_path, monkeypatch):
     pipe = pipelines.sd15()
     expected = image(pipe)
     save_pipe(eagerly_compiled(pipe, ignores=("vae",)), tmp_path / "graphs", ignores=("vae",))
@@ -610,7 +610,7 @@ class HalfAttention:
         return self.inner(attention, hidden_states, *args, **kwargs) * self.factor
 
 
-def test_attention_processors_changed_after_compiling_take_effect_at_once(graphs):
+def test_changed_attention_processors_take_effect(graphs):
     plain, pipe = pipelines.sd15(), eagerly_compiled(pipelines.sd15(), ignores=("vae",))
     before = image(pipe)
     for model in (plain, pipe):
@@ -630,7 +630,7 @@ def test_attention_processors_changed_after_compiling_take_effect_at_once(graphs
     assert not any("failed" in reason for reason in reasons(pipe))
 
 
-def test_a_controlnet_is_compiled_and_its_residuals_arrive(graphs):
+def test_a_controlnet_is_compiled_with_its_residuals(graphs):
     def controlled(number: int):
         pipe = pipelines.sd15()
         nets = [pipelines.controlnet(pipe.unet, seed) for seed in range(2, 2 + number)]
@@ -674,7 +674,7 @@ def ip_adapter(unet, seed: int = 4) -> dict:
     }
 
 
-def test_the_embeddings_of_an_ip_adapter_arrive_and_its_scale_is_followed(graphs):
+def test_an_ip_adapter_and_its_scale_are_followed(graphs):
     plain, pipe = pipelines.sd15(), eagerly_compiled(pipelines.sd15(), ignores=("vae",))
     without = image(pipe)
     for model in (plain, pipe):
@@ -691,7 +691,7 @@ def test_the_embeddings_of_an_ip_adapter_arrive_and_its_scale_is_followed(graphs
     assert reasons(pipe) == set()
 
 
-def test_freeu_callbacks_tiling_and_slicing_work_as_before(graphs):
+def test_freeu_callbacks_tiling_and_slicing_still_work(graphs):
     def changed(pipe):
         pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.4, b2=1.6)
         pipe.vae.enable_slicing()
@@ -739,7 +739,7 @@ def test_an_offloaded_pipeline_runs_its_graphs(order, graphs):
         assert_same(image(pipe), expected, 0)
 
 
-def test_many_random_sizes_compile_nothing_and_keep_no_memory(graphs):
+def test_random_sizes_compile_nothing_and_leak_nothing(graphs):
     def held() -> int:
         gc.collect()
         return sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor))
@@ -782,7 +782,7 @@ def folder_for_gpu(saved_on_gpu, restart, monkeypatch) -> Path:
 
 
 @on_gpu
-def test_a_pipeline_loaded_on_the_cpu_runs_its_graphs_on_the_gpu(folder_for_gpu):
+def test_a_pipeline_loaded_on_the_cpu_runs_on_the_gpu(folder_for_gpu):
     expected = image(pipelines.sdxl().to("cuda", torch.float16))
     fresh = pipelines.sdxl()
     load_pipe(fresh, folder_for_gpu)
@@ -796,7 +796,7 @@ def test_a_pipeline_loaded_on_the_cpu_runs_its_graphs_on_the_gpu(folder_for_gpu)
 
 @on_gpu
 @pytest.mark.parametrize("order", ["offloaded first", "loaded first"])
-def test_a_pipeline_that_diffusers_offloads_runs_its_graphs_on_the_gpu(order, folder_for_gpu):
+def test_an_offloaded_pipeline_runs_on_the_gpu(order, folder_for_gpu):
     expected = image(pipelines.sdxl().to("cuda", torch.float16))
     fresh = pipelines.sdxl().to(torch.float16)
     if order == "offloaded first":
@@ -829,7 +829,7 @@ def test_dtypes_are_followed_there_and_back_on_the_gpu(folder_for_gpu):
 
 
 @on_gpu
-def test_offloading_inside_blocks_leaves_them_eager_with_the_reason(folder_for_gpu):
+def test_blocks_offloaded_by_layer_stay_eager(folder_for_gpu):
     expected = image(pipelines.sdxl().to("cuda", torch.float16))
     pipe = pipelines.sdxl().to(torch.float16)
     pipe.enable_sequential_cpu_offload()
