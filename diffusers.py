@@ -1,8 +1,8 @@
-"""The door for diffusers: `from compiled_graphs.diffusers import compile_pipe, save_pipe, load_pipe`."""
+"""The public names for diffusers: `from compiled_graphs.diffusers import compile_pipe, save_pipe, load_pipe`."""
 
 from __future__ import annotations
 
-if not __package__:  # imported as the top-level module of that name, from this folder
+if not __package__:  # Python imported this file in place of the library, because this folder is on its path
     raise ImportError(f"{__file__} is a part of compiled_graphs: run Python from another folder to import diffusers")
 
 from .compiler.hosts.diffusers.pipeline import (

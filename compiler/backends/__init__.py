@@ -1,8 +1,8 @@
-"""The compilers a region's graph can go to.
+"""The compilers that can compile a region's graph.
 
-`inductor` is what people want; `inductor_fp8` is faster on some GPUs and less exact; `eager` runs the exported graph as
-it is and is the reference that tests use; `oneflow` is for GPUs and environments that Inductor does not serve. Adding
-one means one module with a class that satisfies `Backend`, and one entry in `BACKENDS`.
+`inductor` is the default. `inductor_fp8` is faster on some GPUs and less exact. `eager` runs the exported graph
+operator by operator, as the reference in tests. `oneflow` is for GPUs and environments that Inductor does not serve.
+A new backend is one package with a class that satisfies `Backend`, and one entry in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAMES = [AUTO, *BACKENDS]
 
 
 def choose_backend(name: str, device: torch.device) -> tuple[Backend | None, str]:
-    """Return the backend for a name and device, or None and the reason and the remedy in words.
+    """Return the backend for a name and device, or None with the reason and the remedy in words.
 
-    "auto" means Inductor: running exported graphs uncompiled would be slower than the model as it was.
+    "auto" means Inductor only. An exported graph that runs uncompiled would be slower than the original model.
     """
     chosen = BACKENDS.get("inductor" if name == AUTO else name)
     if chosen is None:

@@ -1,7 +1,7 @@
-"""What the compiler asks of a backend.
+"""The interface of a backend.
 
-A backend turns an exported region into an executable and an executable into bytes. It knows nothing of
-hosts, workflows, files or registries, so that a new one is a page of code and the rest does not change.
+A backend turns an exported region into an executable, and an executable into bytes. It knows nothing about hosts,
+workflows, files or registries, so a new backend is a page of code and changes nothing else.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ class Backend(Protocol):
 
     name: str
     capture_context: Callable[[], AbstractContextManager[None]] | None
-    """What is entered while its executables become part of a CUDA graph; None if they cannot."""
+    """The context to enter while a CUDA graph captures its executables. None if they cannot be captured."""
     grows: bool
-    """Whether an executable's bytes come to hold more while it is used, so that what was written of it gets old."""
+    """Whether an executable's bytes grow while it is used. Bytes that were written earlier are then out of date."""
 
     def available(self, device: torch.device) -> str | None:
-        """Return None, or one sentence saying what is missing for this device and how to get it."""
+        """Return None, or one sentence that says what this device lacks and how to get it."""
         ...
 
     def environment(self, device: torch.device) -> dict[str, str]:
-        """Return everything the executable's bytes depend on: versions, device, instruction set.
+        """Return everything that the executable's bytes depend on: versions, device, instruction set.
 
-        Part of a graph's key. No more than correctness needs: each field that changes without need costs
-        somebody a compile.
+        The fields are part of a graph's key. They hold no more than correctness needs, because every change of a field
+        costs a compile.
         """
         ...
 
     def warm_up(self) -> None:
-        """Do ahead, on any thread, what the first compile or load of a process costs: imports, for seconds."""
+        """Import what the first compile or load of a process needs, which takes seconds. Runs on any thread."""
         ...
 
     def compile(self, exported: ExportedRegion) -> Executable:
-        """Compile a region. Raises the compiler's own errors. May take minutes, runs on any thread."""
+        """Compile a region. Raises the compiler's own errors. May take minutes. Runs on any thread."""
         ...
 
     def load(self, data: bytes, spec: GraphSpec) -> Executable:
-        """Make an executable from bytes of an equal environment, without compiling.
+        """Make an executable, without compiling, from bytes that were made in an equal environment.
 
-        This can run native code from `data`: callers pass only bytes they have reason to trust.
+        This can run native code from `data`, so callers pass only bytes that they trust.
         """
         ...

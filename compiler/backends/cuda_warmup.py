@@ -1,7 +1,7 @@
 """CUDA warm-up: loads CUDA's libraries before anybody waits for them.
 
-cuBLAS, cuDNN and PyTorch's own kernels load when a process first uses them. Without a warm-up this takes a third of a
-second of the first step after a start, with or without graphs.
+cuBLAS, cuDNN and PyTorch's own kernels load when a process first uses them. Without a warm-up, the first step after a
+start takes a third of a second longer, with or without graphs.
 """
 
 from __future__ import annotations

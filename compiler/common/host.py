@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .reason import Reason, ReasonCode
+from .weight_source import NetworkWeights, ResidentWeights
 
 PatchCall = Callable[..., torch.Tensor]
 """Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
@@ -49,7 +50,7 @@ class Host:
 
     volatile_attributes: frozenset[str] = frozenset()
     """Instance attributes that the host sets on modules while it manages memory. They are not part of a region's
-    identity. One that `weight_hooks` names keeps a region eager while it is truthy."""
+    identity. One that `weight_hooks` names keeps a region eager while it is truthy, unless the host applies it."""
 
     weight_hooks: frozenset[str] = frozenset()
     """Those of `volatile_attributes` that change weights on the fly when they are set."""
@@ -93,6 +94,25 @@ class Host:
         out would not stay complete.
         """
         return None
+
+    def weight_dtype(self, attributes: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a layer's weight reaches the layer's code.
+
+        A host that casts while it loads may keep the weight in another. `attributes` are the layer's.
+        """
+        return tensor.dtype
+
+    def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
+        """Return where the weights of a network that runs on this device come from."""
+        return ResidentWeights()
+
+    def applies_weight_function(self, attributes: Mapping[str, Any], name: str, in_place: bool = False) -> bool:
+        """Whether a weight function of a layer, set under this name, is applied by whoever brings the weight.
+
+        `in_place` asks whether what it makes then lies where the weight lies. A function that nobody applies keeps
+        the region eager. `attributes` are the layer's.
+        """
+        return False
 
     def is_own_code(self, module: str) -> bool:
         """Whether a Python module is the host's own. Code of others may read any attribute of the host's layers."""

@@ -25,7 +25,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, name: Hashable, job: Callable[[], None]) -> None:
-        """Queue a job. What it raises is logged."""
+        """Queue a job. The queue logs what it raises."""
         with self._lock:
             if name in self._jobs:
                 return
@@ -50,7 +50,7 @@ class Background:
             name, job = item
             try:
                 job()
-            except BaseException as error:  # nobody could catch it outside of this thread
+            except BaseException as error:  # nobody outside of this thread could catch it
                 if self._host.is_cancellation(error):
                     self._wait_for_prompt()
                     continue

@@ -1,7 +1,7 @@
-"""Graphs in memory: each once per process, by key. They come from memory, the store, a file or a compiler.
+"""The graph cache holds each graph once per process, by key. Graphs come from memory, the store, a file or a compiler.
 
-Graphs hold no weights and are kept strongly, within a bound. The cache knows no model: a model asks for the graph of
-a request, and tells what it found out about which graphs a call wants.
+Graphs hold no weights, so the cache keeps strong references to a bounded number of them. It knows nothing about models:
+a model asks for the graph of a request, and tells the cache which graphs it needs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..common.errors import one_line, printable
 from ..common.host import Host
 from ..common.jobs import CompileJobs, side_by_side
 from ..common.reason import Reason, ReasonCode, Unsupported
+from ..common.tensor_slots import tensor_slots
 from ..common.timing import Timing
 from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
@@ -39,7 +40,6 @@ from ..tracing import patch_ops as patches
 from ..tracing.export import export_region
 from ..tracing.graph_request import GraphRequest
 from ..tracing.side_effects import untouched
-from ..tracing.weightless_copy import tensor_slots
 from .key import environment
 from .worker_pool import WorkerError, Workers
 
@@ -48,32 +48,32 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_GRAPHS = 256
-"""Graphs kept in memory: an SDXL UNet has 14, of 6 MB each. Others come back from the store."""
+"""Graphs kept in memory. An SDXL UNet has 14, of 6 MB each. Dropped graphs are loaded from the store again."""
 MAX_SIGNATURES = 8
-"""Structures of call per kind of region. A number that changes at every step must not compile at every step."""
+"""Call signatures per kind of region. A number that changes at every step must not cause a compile at every step."""
 
 
 @dataclass(eq=False)
 class CacheEntry:
-    """A graph and what this process has learned of it."""
+    """A graph and what this process has learned about it."""
 
     graph: CompiledGraph
     source: str = ""
-    """Where this process had it from: "compiled", "disk" or "file"."""
+    """Where this process got it: "compiled", "disk" or "file"."""
     seconds: float = 0.0
-    """What compiling or loading it took."""
+    """How long compiling or loading took."""
     size: int = 0
-    """Bytes of its executable as it is stored, or 0 where nobody has asked for them."""
+    """Bytes of its executable in the store or a file, or 0 if unknown."""
     verified: set[frozenset[str]] = field(default_factory=set)
-    """Sets of symbols that were 1 in a call that agreed with eager."""
+    """Sets of symbols that were 1 in a call whose results agreed with eager."""
     retired: Reason | None = None
-    """Why the graph must not be used, once it has disagreed."""
+    """Why the graph must not be used, after its results disagreed with eager."""
     is_evicted: bool = False
-    """Whether another graph is to take its place, under the same key."""
+    """Whether the cache dropped it, so that a new graph takes its place under the same key."""
     rejected: dict[frozenset[str], Reason] = field(default_factory=dict)
-    """By the names of patches: why the graph must not be used with them."""
+    """Why the graph must not be used with some patches, by their names."""
     timing: Timing | None = None
-    """What its region takes by it and eagerly, once it was checked."""
+    """How long its region takes with it and eagerly, once it was checked."""
 
     @property
     def is_out(self) -> bool:
@@ -82,7 +82,7 @@ class CacheEntry:
 
 
 class CompileIn(Enum):
-    """Which process compiles a graph that is nowhere yet."""
+    """Which process compiles a graph that does not exist yet."""
 
     PROCESS = "this process"
     WORKER_PREFERRED = "worker preferred"
@@ -93,7 +93,7 @@ class CompileIn(Enum):
 
 @dataclass(frozen=True)
 class Requester:
-    """For whom graphs are compiled, and where its events are counted."""
+    """Who asks for graphs, and where their events are counted."""
 
     backend: Backend
     host: Host
@@ -102,7 +102,7 @@ class Requester:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request."""
+    """The result of one request."""
 
     request: GraphRequest
     seconds: float
@@ -115,7 +115,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Task:
-    """A request that was not in memory, and the key it was looked for by."""
+    """A request whose graph was not in memory, and its key."""
 
     key: str
     environment: Mapping[str, str]
@@ -124,7 +124,7 @@ class _Task:
 
 
 def _compile(task: _Task) -> tuple[GraphSpec, Executable]:
-    """Trace and compile. Raises Unsupported if the region is not what its fingerprint says, before or afterwards."""
+    """Trace and compile. Raises Unsupported if the region does not match its fingerprint before or afterwards."""
     module = task.request.module
     with untouched(module, task.by.host) as describer:
         is_known = describer.describe(module).fingerprint == task.request.fingerprint
@@ -140,7 +140,7 @@ class GraphCache:
     def __init__(
         self, store: Store | None = None, jobs: CompileJobs | None = None, workers: Workers | None = None
     ) -> None:
-        """Without `workers` everything is compiled in this process."""
+        """Without `workers`, this process compiles everything."""
         self.store = store
         self.workers = workers
         self.on_change: Callable[[], None] = lambda: None
@@ -153,18 +153,18 @@ class GraphCache:
         self._memos = weakref.WeakKeyDictionary()
 
     def remembered(self, model: nn.Module, state: Hashable) -> list[GraphRequest] | None:
-        """Return what a model in this state was found to want, without modules; None if nobody has found out.
+        """Return the requests of a model in this state, without modules, or None if nobody has found them yet.
 
-        The nodes before a compiling one run again and again (another LoRA, say), with the same model.
+        The nodes before a node that compiles often run again with the same model, for example with another LoRA.
         """
         return self._memos.get(model, {}).get(state)
 
     def remember(self, model: nn.Module, state: Hashable, requests: Iterable[GraphRequest]) -> None:
-        """Remember what a model in this state wants, as long as it lives."""
+        """Remember the requests of a model in this state, as long as the model lives."""
         self._memos.setdefault(model, {})[state] = [request.without_module() for request in requests]
 
     def memo(self, name: str, device: torch.device) -> list[GraphRequest] | None:
-        """Return what the store has under a memo's name, without modules; None if it has nothing of use."""
+        """Return the requests of a memo in the store, without modules, or None if there is no usable memo."""
         data = self.store.note(name) if self.store and name else None
         if data is None:
             return None
@@ -176,10 +176,10 @@ class GraphCache:
             return None
 
     def save_memo(self, name: str, requests: list[GraphRequest]) -> None:
-        """Keep a memo in the store, for the next process; nothing without a name."""
+        """Keep a memo in the store for the next process. Without a name, keep nothing."""
         if self.store is None or not name:
             return
-        with suppress(ValueError):  # what would not be read
+        with suppress(ValueError):  # `memo` would refuse it
             notes = [request.note() for request in _within_bounds(requests)]
             self.store.put_note(name, json.dumps(notes).encode())
 
@@ -190,18 +190,19 @@ class GraphCache:
     def get_or_compile_all(
         self, requests: Sequence[GraphRequest], by: Requester, is_beside: bool, check: Callable[[], None] = lambda: None
     ) -> Iterator[Outcome]:
-        """Yield what becomes of each request, in worker processes side by side where that is sooner.
+        """Yield the outcome of each request. Worker processes compile in parallel if that is faster.
 
-        `is_beside` says that a model runs meanwhile. `check` is called in between; what it raises ends the iteration.
+        `is_beside` says that a model runs meanwhile. `check` is called between requests, and what it raises ends the
+        iteration.
         """
         pays = self.workers is not None and self.workers.pay(self._missing(requests, by))
         if pays:
             place = CompileIn.WORKER_REQUIRED if is_beside else CompileIn.WORKER_PREFERRED
-            # The one that takes longest first, or all wait for it in the end.
+            # The slowest one comes first, or everybody waits for it at the end.
             requests = sorted(requests, key=lambda request: -len(list(tensor_slots(request.module))))
             jobs = [partial(self.get_or_refuse, request, by, place) for request in requests]
             outcomes = side_by_side(jobs, self.workers.count, check)
-        else:  # on this thread: tracing must not go on after a cancellation
+        else:  # on this thread, because tracing must stop after a cancellation
             place = CompileIn.WORKER_REQUIRED if is_beside else CompileIn.PROCESS
             outcomes = self._one_by_one(requests, by, place, check)
         start, counted = time.perf_counter(), by.counters.seconds
@@ -219,12 +220,12 @@ class GraphCache:
             yield self.get_or_refuse(request, by, place)
 
     def get_or_refuse(self, request: GraphRequest, by: Requester, place: CompileIn = CompileIn.PROCESS) -> Outcome:
-        """Return what becomes of a request, also if tracing or the compiler raises."""
+        """Return the outcome of a request, even if tracing or the compiler raises."""
         start = time.perf_counter()
         try:
             entry, source = self.get_or_compile(request, by, place)
             return Outcome(request, time.perf_counter() - start, entry, source)
-        except Exception as error:  # tracing and compilers raise anything; the region then stays eager
+        except Exception as error:  # tracing and compilers can raise anything; then the region stays eager
             return Outcome(request, time.perf_counter() - start, error=error)
 
     def _missing(self, requests: Iterable[GraphRequest], by: Requester) -> int:
@@ -237,8 +238,9 @@ class GraphCache:
     ) -> tuple[CacheEntry, str]:
         """Return the graph for a request and where it came from: "memory", "disk" or "compiled".
 
-        Two callers that want one key get one graph: the second waits, and looks again first. Raises what tracing
-        or the backend raises, and CompileTimeout; WorkerError if there is only a worker and that cannot.
+        Two callers that want one key get one graph: the second caller waits, and then finds the graph of the first.
+        Raises what tracing or the backend raises, and CompileTimeout. Raises WorkerError if only a worker may compile
+        and none can.
         """
         fields = environment(by.backend, request.device, by.host)
         key = self._key(request, fields)
@@ -252,9 +254,9 @@ class GraphCache:
             return self._load_or_have_compiled(task, place)
 
     def add_loaded(self, stored: StoredGraph, by: Requester) -> CacheEntry:
-        """Return the entry for a graph read from a file, loading it unless memory has it.
+        """Return the entry for a graph that was read from a file. Load it only if it is not in memory.
 
-        Raises what torch makes of bytes it does not like.
+        Raises whatever torch raises for bytes that it cannot load.
         """
         if entry := self._find(stored.key):
             by.counters.add("from_memory")
@@ -269,7 +271,7 @@ class GraphCache:
         return self._keep(graph, "file", seconds, len(stored.executable))
 
     def evict(self, entry: CacheEntry) -> None:
-        """Forget a graph that turned out to be wrong, in memory and in the store: who wants it next compiles it."""
+        """Remove a wrong graph from memory and from the store. The next request for it compiles it again."""
         key = entry.graph.key
         entry.is_evicted = True
         with self._lock:
@@ -279,16 +281,16 @@ class GraphCache:
         self.on_change()
 
     def forget(self, keys: Set[str]) -> None:
-        """Take graphs out of memory; who wants one again has it from the store."""
+        """Remove graphs from memory. The next request for one loads it from the store."""
         with self._lock:
             for key in keys:
                 self._entries.pop(key, None)
         self.on_change()
 
     def store_graphs(self, graphs: Iterable[CompiledGraph]) -> set[str]:
-        """Have the store hold these graphs; return the keys of those that it does hold.
+        """Write graphs to the store unless it has them. Return the keys of those that it now holds.
 
-        Graphs of a file are not in the store, and one that a full disk turned away is not either.
+        The store lacks graphs that came from a file, and graphs that did not fit on a full disk.
         """
         by_key = {graph.key: graph for graph in graphs}
         for key in by_key.keys() - self.stored_keys():
@@ -300,7 +302,7 @@ class GraphCache:
         return self.store.keys() if self.store else set()
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each graph in memory, as it is stored."""
+        """Return the stored size in bytes of each graph in memory."""
         with self._lock:
             return [entry.size for entry in self._entries.values()]
 
@@ -309,7 +311,7 @@ class GraphCache:
         return graph_key(request.fingerprint, request.signature, request.sizes, fields)
 
     def _load_or_compile(self, task: _Task) -> tuple[CacheEntry, str]:
-        """Serve a key in this process, on the thread of a job."""
+        """Load or compile a graph in this process, on a job's thread."""
         start = time.perf_counter()
         try:
             return self._load(task) or self._add_compiled(task, start, *_compile(task))
@@ -317,7 +319,7 @@ class GraphCache:
             task.by.counters.add("seconds", time.perf_counter() - start)
 
     def _load_or_have_compiled(self, task: _Task, place: CompileIn) -> tuple[CacheEntry, str]:
-        """Serve a key with a worker's help, on any thread. Only what is loaded or compiled here takes turns."""
+        """Load a graph or let a worker compile it, on any thread. Only work in this process takes turns."""
         region, backend = task.request.region, task.by.backend
         if found := self.run(region, lambda: self._load(task)):
             return found
@@ -334,14 +336,14 @@ class GraphCache:
 
     @contextmanager
     def _claim(self, key: str) -> Iterator[None]:
-        """Keep other threads, and other processes with this store, from compiling a graph at the same time."""
+        """Prevent other threads, and other processes with this store, from compiling the same graph meanwhile."""
         with self._lock:
             claim = self._claims.setdefault(key, threading.Lock())
         with claim, self.store.exclusive(key) if self.store else nullcontext():
             yield
 
     def _load(self, task: _Task) -> tuple[CacheEntry, str] | None:
-        """Return a graph that came into memory meanwhile, or is in the store; None if it must be compiled."""
+        """Return a graph that is in memory by now or in the store, or None if it must be compiled."""
         if entry := self._find(task.key):
             task.by.counters.add("from_memory")
             return entry, "memory"
@@ -372,12 +374,12 @@ class GraphCache:
             return None
         try:
             return stored.load(backend), len(stored.executable)
-        except Exception as error:  # whatever torch makes of bytes it does not like
+        except Exception as error:  # torch can raise anything for bytes that it cannot load
             log.warning("A stored graph of %s could not be loaded (%r); compiling it.", stored.spec.region, error)
             return None
 
     def _put(self, graph: CompiledGraph) -> int:
-        """Keep a graph for the next start; return the bytes of its executable, or 0 if they cannot be had."""
+        """Keep a graph for the next start. Return the bytes of its executable, or 0 if it cannot be kept."""
         if self.store is None:
             return 0
         try:
@@ -405,7 +407,7 @@ class GraphCache:
 
 
 def _within_bounds(requests: list[GraphRequest]) -> list[GraphRequest]:
-    """Return these requests. Raises ValueError if no model makes so many."""
+    """Return these requests. Raises ValueError if there are more than any model makes."""
     if len(requests) > MAX_GRAPHS:
         raise ValueError(f"more than {MAX_GRAPHS} graphs")
     if any(count > MAX_SIGNATURES for count in Counter(request.fingerprint for request in requests).values()):

@@ -1,7 +1,7 @@
-"""What a graph depends on besides its region and its call: versions, the device, and the code that makes graphs.
+"""The parts of a graph's key besides its region and its call: versions, the device, and the code that makes graphs.
 
-That code is digested by folder, so nobody has to remember a list: who changes a file that decides what a graph is
-changes the key, and an update that corrects a graph never loads the graph of before.
+The key includes digests of whole folders of that code, so nobody maintains a list of files. Any change to a file that
+decides what a graph is also changes the key. So an update that corrects a graph never loads the old graph.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def code_version(folder: Path) -> str:
     """Return a digest of the Python files in a folder and in its subfolders, with their names."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
-        source = path.read_text(encoding="utf-8")  # line ends are one here
+        source = path.read_text(encoding="utf-8")  # reading turns all line ends into one
         digest.update(f"{path.relative_to(folder).as_posix()}\0{source}\0".encode())
     return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
 """The doctor says what compiling needs, whether this machine has it, and what to do if not: one fact per line.
 
-The checks only look and change nothing. Some of them ask other programs and may take a second, so a server runs them
-off its event loop. `Surroundings` holds what only a host knows. ComfyUI's are made in `hosts/comfy/doctor_facts.py`.
+The checks change nothing. Some of them ask other programs and may take a second, so a server runs them off its event
+loop. `Surroundings` holds what only a host knows. ComfyUI's are made in `hosts/comfy/doctor_facts.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a reason to run eagerly means to somebody who connects nodes, and what to do about it.
+"""Explanations of the reasons to run eagerly, for people who connect nodes, and what they can do about them.
 
-Texts are found by a reason's code. English is the fallback for a language that has none.
+A reason's code selects the text. English is the fallback for other languages.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.CAPTURE_DIFFERS: _STEPS,
     ReasonCode.WAITS_FOR_GPU: _STEPS,
 }
-"""Each code has one: a test walks them."""
+"""A test checks that every code has an explanation."""
 
 
 def explain(reason: Reason, language: str = "en") -> str:
@@ -209,5 +209,5 @@ def explain(reason: Reason, language: str = "en") -> str:
 
 
 def explained(reasons: Iterable[Reason], language: str = "en") -> dict[str, str]:
-    """Return the meaning of each reason, by the note that a report shows."""
+    """Return the meaning of each reason, keyed by the note that a report shows."""
     return {str(reason): explain(reason, language) for reason in reasons}

@@ -1,7 +1,7 @@
-"""Who uses which graphs: the roles of each workflow, and the report that people see.
+"""The registry knows who uses which graphs: the roles of each workflow, and the report that people see.
 
-A host drops what only its nodes hold as soon as the workflow changes, so the process keeps one registry. It holds
-models weakly.
+When the workflow changes, a host drops everything that only its nodes hold. So the process keeps one registry, which
+holds weak references to models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..runtime.summary import KindInUse
 from .explanations import explained
 
 MAX_WORKFLOWS = 64
-"""Workflows kept in the report: those that ran last."""
+"""Workflows in the report. It keeps the most recent ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Role:
 
 
 class Registry:
-    """Knows which models play the roles of each workflow, and what they use of the cache."""
+    """Knows which models play the roles of each workflow, and which graphs of the cache they use."""
 
     def __init__(self, cache: GraphCache | None = None) -> None:
         self.cache = cache or GraphCache()
@@ -48,7 +48,7 @@ class Registry:
         self._lock = threading.RLock()
 
     def assign(self, workflow: str, name: str, model: CompiledModel) -> None:
-        """Say that a role of a workflow is now played by this model. To be said whenever it runs."""
+        """Record that this model now plays a role of a workflow. Call this whenever the model runs."""
         with self._lock:
             roles = self._workflows.setdefault(workflow, {})
             self._workflows.move_to_end(workflow)
@@ -60,18 +60,18 @@ class Registry:
             self.on_change()
 
     def models(self, workflow: str) -> dict[str, CompiledModel] | None:
-        """Return the models that play a workflow's roles, those that still live; None for an unknown workflow."""
+        """Return the living models that play a workflow's roles, or None for an unknown workflow."""
         with self._lock:
             roles = self._workflows.get(workflow)
             return None if roles is None else _models(roles)
 
     def keep(self, workflow: str) -> set[str]:
-        """Have the store hold the graphs of a workflow; return the keys of those that it does hold."""
+        """Write a workflow's graphs to the store unless it has them. Return the keys of those that it now holds."""
         models = (self.models(workflow) or {}).values()
         return self.cache.store_graphs(graph for model in models for graph in model.graphs())
 
     def evict(self, workflow: str, keys: Set[str]) -> int:
-        """Forget a workflow and these of its graphs; return how many left memory. Not while a model of it runs.
+        """Forget a workflow and some of its graphs. Return how many left memory. No model of it may be running.
 
         Graphs that models of other workflows use stay in memory. A model that runs again asks for its graphs again.
         """
@@ -89,7 +89,7 @@ class Registry:
     def report(self, language: str = "en") -> dict[str, Any]:
         """Return workflows, roles, graphs, counts and sizes as JSON-able data, without paths of this machine.
 
-        Times are in seconds, sizes in bytes. `explained` says in `language` what each reason in it means.
+        Times are in seconds, and sizes in bytes. `explained` says in `language` what each reason in the report means.
         """
         disk = self._disk()
         with self._lock:
@@ -113,7 +113,7 @@ class Registry:
         }
 
     def _disk(self) -> dict[str, Any] | None:
-        """Return what the store holds, or None if there is no telling at once."""
+        """Return what the store holds, or None if it cannot be listed quickly."""
         store = self.cache.store
         if store is None or not store.is_near:
             return None
@@ -151,7 +151,7 @@ def _reasons(role: Role) -> list[Reason]:
 
 
 def _rows(kind: KindInUse) -> list[dict[str, Any]]:
-    """Return what serves a kind of region: a row for each graph and for each reason that there is none."""
+    """Return the rows of a kind of region: one for each graph, and one for each reason why a graph is missing."""
     same = {"region": kind.region, "blocks": kind.blocks}
     rows = [same | _graph_row(entry) for entry in kind.entries]
     rows += [same | {"state": "eager", "reason": str(reason)} for reason in kind.refusals]

@@ -57,6 +57,8 @@ class CompiledModel:
         self.pace = LatencyTracker()
         """What calls of the network take; told by whoever makes them."""
         self.host = target.host
+        self.weights = target.host.network_weights(network, target.device)
+        """Where the network's weights come from."""
         self.verifies = options.verify
         self._options = options
         self._cache = cache

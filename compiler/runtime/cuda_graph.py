@@ -12,7 +12,7 @@ import gc
 import os
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -75,6 +75,16 @@ def capture_on_gpu(call: Callable[[], None], pool: Any) -> Replayable:
             gc.enable()
     torch.cuda.current_stream().wait_stream(stream)
     return graph
+
+
+def capture_within(context: Callable[[], AbstractContextManager[None]], capture: Capture = capture_on_gpu) -> Capture:
+    """Return a way to capture that enters a context meanwhile, for the kernels of the network's blocks."""
+
+    def capture_in_context(call: Callable[[], None], pool: Any) -> Replayable:
+        with context():
+            return capture(call, pool)
+
+    return capture_in_context
 
 
 @lru_cache

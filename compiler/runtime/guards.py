@@ -7,6 +7,7 @@ anything has changed since.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from itertools import chain, starmap
 from operator import getitem, is_
 from typing import Any
@@ -16,11 +17,12 @@ from torch import nn
 
 from ..common.host import Host
 from ..common.reason import ReasonCode, Unsupported
+from ..common.tensor_slots import owned_tensor_slots, tensor_slots
 from ..common.torch_compat import global_forward_hooks, global_forward_pre_hooks
+from ..common.weight_source import RESIDENT, NetworkWeights, WeightSource
 from ..identity.call_signature import STATIC_TYPES, TENSOR_TYPES
 from ..identity.graph_spec import GraphSpec
 from ..identity.memory_format import has_layouts
-from ..tracing.weightless_copy import tensor_slots
 
 
 class Changed(Exception):
@@ -30,8 +32,10 @@ class Changed(Exception):
 class ModuleGuard:
     """Whether the modules inside a region still run the code that was traced."""
 
-    def __init__(self, region: nn.Module, host: Host) -> None:
+    def __init__(self, region: nn.Module, host: Host, in_place: bool = False) -> None:
+        """With `in_place`, weight functions may act only if what they make lies where the weights lie."""
         self._host = host
+        self._in_place = in_place
         # The guard keeps dictionaries, not modules: a reference to the region itself would keep it alive.
         self._modules = [(weakref.ref(m), m.__dict__) for m in region.modules() if m is not region]
         self._attributes = [attributes for _, attributes in self._modules]
@@ -50,10 +54,11 @@ class ModuleGuard:
             for name in host.settings & module.__dict__.keys()
         ]
 
-    def check(self) -> None:
-        """Raise Unsupported if a hook, a replaced forward or a weight function is inside the region.
+    def check(self) -> bool:
+        """Return whether weight functions act inside the region, which the host applies.
 
-        Raises Changed if its modules, or settings that people change according to the host, have changed.
+        Raises Unsupported if a hook, a replaced forward or any other weight function is inside the region. Raises
+        Changed if its modules, or settings that people change according to the host, have changed.
         """
         if global_forward_hooks or global_forward_pre_hooks:
             raise Unsupported(ReasonCode.GLOBAL_HOOK)
@@ -66,9 +71,12 @@ class ModuleGuard:
         # A new attribute changes its dictionary's size. The values of attributes that existed before are read below.
         if list(map(len, self._attributes)) != self._sizes:
             self._rescan()
-        if any(starmap(getitem, self._weight_hooks)):
-            name = next(name for attributes, name in self._weight_hooks if attributes[name])
-            raise Unsupported(ReasonCode.WEIGHT_FUNCTION, name)
+        if not any(starmap(getitem, self._weight_hooks)):
+            return False
+        for attributes, name in self._weight_hooks:
+            if attributes[name] and not self._host.applies_weight_function(attributes, name, self._in_place):
+                raise Unsupported(ReasonCode.WEIGHT_FUNCTION, name)
+        return True
 
     def _current_children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._child_tables)))
@@ -95,51 +103,71 @@ def _snapshot(value: Any, depth: int = 3) -> Any:
 
 
 class WeightGuard:
-    """Reads a region's current weights, and checks whether a graph can take them."""
+    """Gets a region's weights from their source, and checks whether a graph can take them."""
 
-    def __init__(self, region: nn.Module, host: Host, device: torch.device) -> None:
-        """`device` is where the region runs. Its weights may still be elsewhere."""
-        named = list(tensor_slots(region))
-        self._slots = [slot for _, slot in named]
-        self._names = tuple(name for name, _ in named)
-        self._shapes = [(weight.dtype, weight.shape) for weight in self.current()]
+    def __init__(self, region: nn.Module, host: Host, device: torch.device, source: WeightSource) -> None:
+        """`device` is where the region runs. The modules may hold its weights elsewhere."""
+        named = list(owned_tensor_slots(region))
+        self._slots = [slot for _, _, slot in named]
+        self._names = tuple(name for name, _, _ in named)
+        self._owners = [vars(layer) for _, layer, _ in named]
+        self._host = host
+        self._source = source
         self._device = device if host.weights_say_device else None
-        self._spec: GraphSpec | None = None
-        self._known = _Tensors([])
+        self._held = self._current()
+        """What the modules held at the last check."""
+        self._forms = self._forms_of(self._held)
+        self._checked = _Tensors([])
+        self._fit: tuple[GraphSpec, bool] | None = None
+        """The spec that the last weights fitted as they were, and whether the modules held these."""
+        self._acquired = _Tensors([])
+        """Those weights, if the source brought them."""
 
-    def check(self) -> list[torch.Tensor | None]:
-        """Return the current weights.
-
-        Raises Changed if their shapes or dtypes have changed, or if their device shows that the model has moved.
-        """
-        weights = self.current()
-        if self._spec is not None and self._known.are(weights):
-            return weights
-        self._spec = None
-        if [weight is not None and (weight.dtype, weight.shape) for weight in weights] != self._shapes:
+    def check(self) -> None:
+        """Raise Changed if shapes or dtypes have changed, or if the weights' device shows that the model has moved."""
+        self._held = held = self._current()
+        if self._checked.are(held):
+            return
+        self._fit = None
+        if any(weight is None for weight in held) or self._forms_of(held) != self._forms:
             raise Changed
-        if self._device is not None and any(weight.device != self._device for weight in weights):
+        if self._device is not None and any(weight.device != self._device for weight in held):
             raise Changed
-        return weights
+        self._checked = _Tensors(held if all(type(weight) in TENSOR_TYPES for weight in held) else [])
 
-    def in_layout_of(self, weights: list[torch.Tensor | None], spec: GraphSpec) -> list[torch.Tensor]:
-        """Return weights, which `check` returned, in the layout of `spec`.
+    def acquire(self, spec: GraphSpec, have_functions: bool) -> Sequence[torch.Tensor]:
+        """Return the weights that `check` found right, where the model runs and in the layout of `spec`.
 
-        Raises Unsupported with the reason if they do not match `spec`.
+        `have_functions` says whether weight functions act. The weights are valid until `release`. Raises Unsupported
+        with the reason if they do not match `spec`.
         """
-        if spec is self._spec:
+        if self._fit == (spec, True) and not have_functions:
+            return self._held
+        weights = self._source.acquire(self._held)
+        fit = spec, weights is self._held
+        if fit == self._fit and (weights is self._held or self._acquired.are(weights)):
             return weights
-        self._spec = None
+        self._fit = None
         if self._names != spec.weight_names:
             raise _other_weights(next(iter(self._names), "none"))
         arranged = [self._in_layout(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
-            self._spec, self._known = spec, _Tensors(weights)
+            self._fit, self._acquired = fit, _Tensors([] if weights is self._held else weights)
         return arranged
 
-    def current(self) -> list[torch.Tensor | None]:
-        """Return the current weights without a check."""
+    def release(self) -> None:
+        """Say that the call is over."""
+        self._source.release()
+
+    def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))
+
+    def _forms_of(self, held: Sequence[torch.Tensor | None]) -> list[Any]:
+        names = [name for _, name in self._slots]
+        return [
+            None if tensor is None else (self._host.weight_dtype(owner, name, tensor), tensor.shape)
+            for owner, name, tensor in zip(self._owners, names, held, strict=True)
+        ]
 
     @staticmethod
     def _in_layout(weight: Any, name: str, layout: tuple) -> torch.Tensor:
@@ -188,19 +216,22 @@ class _Tensors:
 
 
 class TensorGuard:
-    """Checks that a network's tensors have not moved, and that its own attributes are unchanged."""
+    """Checks that a network's weights have not moved, and that its own attributes are unchanged."""
 
-    def __init__(self, network: nn.Module, device: torch.device) -> None:
+    def __init__(self, network: nn.Module, device: torch.device, weights: NetworkWeights) -> None:
         self._attributes = network.__dict__
         self._values = self._current_values()
-        self._slots = [slot for _, slot in tensor_slots(network)]
+        self._weights = weights
+        self._places = weights.places
+        self._slots = [slot for _, slot in tensor_slots(network)] if self._places is RESIDENT else []
         tensors = self._current()
         self.is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
         self._known = _Tensors(tensors if self.is_usable else [])
 
     def holds(self) -> bool:
         """Return whether nothing has moved or changed. Always False if a tensor was not on the device at first."""
-        return self.is_usable and self._current_values() == self._values and self._known.are(self._current())
+        is_same = self._weights.places == self._places and self._current_values() == self._values
+        return self.is_usable and is_same and self._known.are(self._current())
 
     def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))

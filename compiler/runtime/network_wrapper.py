@@ -77,12 +77,26 @@ class NetworkWrapper:
             self.on_call()
             is_watched = self._refresh()
             with turns.shared(), self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call)):
-                if self.step_replay is None or is_watched:
-                    result = self._call_compiled(*args, **kwargs)
-                else:
-                    result = self.step_replay.serve(self._call_compiled, args, kwargs, call)
+                result = self._call_with_weights(call, args, kwargs, is_watched)
             self.compiled.note_call(call)
             return result
+
+    def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
+        """Make a call while its weights are kept in place. One that runs out of memory is made again without that."""
+        weights, size = self.compiled.weights, _size_of(args, kwargs)
+        try:
+            with weights.running(size):
+                return self._call_or_replay(call, args, kwargs, is_watched)
+        except torch.cuda.OutOfMemoryError:
+            if not weights.give_way(size):
+                raise
+        with weights.running(size):
+            return self._call_or_replay(call, args, kwargs, is_watched)
+
+    def _call_or_replay(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
+        if self.step_replay is None or is_watched:
+            return self._call_compiled(*args, **kwargs)
+        return self.step_replay.serve(self._call_compiled, args, kwargs, call)
 
     def _had_setup(self, call: RunningCall) -> bool:
         """Whether a next call like it takes less: something was set up, or compiled beside it."""
@@ -95,6 +109,7 @@ class NetworkWrapper:
         Returns whether a block of this call is compared with eager.
         """
         if not self.sampling.is_known():
+            self.compiled.weights.follow()
             has_changed = self.compiled.follow()
             if self.step_replay is not None:
                 self.step_replay.forget() if has_changed else self.step_replay.look()
@@ -169,6 +184,10 @@ class VAEWrapper(NetworkWrapper):
             log.warning("A VAE's graphs returned values that are not finite; eager code did not, so its image is used.")
             self.on_broken(f"eager: {OVERFLOWED}")
         return again
+
+
+def _size_of(args: tuple, kwargs: Mapping[str, Any]) -> int:
+    return sum(value.numel() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 def _is_finite(result: Any) -> bool:

@@ -26,6 +26,7 @@ from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.tensors import tensors_in
 from ..common.timing import compare
+from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import CallSignature
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
@@ -41,6 +42,8 @@ class Owner(Protocol):
 
     host: Host
     counters: Counters
+    weights: NetworkWeights
+    """Where the model's weights come from."""
     verifies: bool
     """Whether a graph is compared with eager before it serves."""
 
@@ -96,7 +99,7 @@ class RegionForward:
         self._module = weakref.ref(module)
         self._kind = kind
         self._modules = ModuleGuard(module, self._host)
-        self._weights = WeightGuard(module, self._host, kind.device)
+        self._weights = WeightGuard(module, self._host, kind.device, self._owner.weights.of(module))
 
     def is_attached_to(self, module: nn.Module, kind: RegionKind) -> bool:
         """Whether it is attached to this module, as a region of this kind."""
@@ -124,7 +127,7 @@ class RegionForward:
         if running := running_call(self._owner):
             running.regions += 1
         try:
-            weights = self._refresh_if_changed(module)
+            have_functions = self._refresh_if_changed(module)
             context = self._check_call(args, kwargs)
             patch_points = self._host.patch_points(context, self._kind.string_constants)
             plan, tensors = self._plan(args, kwargs, patch_points, running)
@@ -134,34 +137,46 @@ class RegionForward:
             if patches and patches in plan.entry.rejected:
                 raise Unsupported.of(plan.entry.rejected[patches])
             spec = plan.entry.graph.spec
-            weights = self._weights.in_layout_of(weights, spec)
             if spec.mutated:
                 _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
+            weights = self._weights.acquire(spec, have_functions)
         except Unsupported as error:
+            self._weights.release()
             self._note_eager(error.reason)
             return eager(*args, **kwargs)
+        except BaseException:
+            self._weights.release()
+            raise
         if running:
             running.entries.add(plan.entry)
         run_eagerly = partial(self._eager, args, kwargs)
-        make_call = partial(_Call, plan, weights, tensors, context, patch_points, patches, run_eagerly)
-        checked = plan.symbols_at_one | patches if patches else plan.symbols_at_one
+        call = _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly)
+        try:
+            return self._serve(call)
+        finally:
+            self._weights.release()
+
+    def _serve(self, call: _Call) -> Any:
+        """Run a call's graph, or compare it with eager first."""
+        plan = call.plan
+        checked = plan.symbols_at_one | call.patches if call.patches else plan.symbols_at_one
         if self._verify and (self.check_next or checked not in plan.entry.verified):
             if not _is_capturing(self._kind.device):
-                return self._run_checked(make_call())
+                return self._run_checked(call)
         if plan.writes:
-            self._host.apply_writes(context, plan.writes)
+            self._host.apply_writes(call.context, plan.writes)
         try:
-            with calling(self._host.patch_call(context)) if patch_points else nullcontext():
-                return self._run(plan, weights, tensors)
+            with calling(self._host.patch_call(call.context)) if call.patch_points else nullcontext():
+                return self._run(plan, call.weights, call.tensors)
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
-            return self._after_patch(failed, make_call())
+            return self._after_patch(failed, call)
         except Exception as error:
-            if spec.mutated or _is_capturing(self._kind.device):
+            if plan.entry.graph.spec.mutated or _is_capturing(self._kind.device):
                 raise  # the inputs may be half written, or the captured graph is at fault
             self._retire(plan, f"{type(error).__name__}: {error}")
-            return eager(*args, **kwargs)
+            return call.eager(call.context)
 
     def _note_eager(self, reason: Reason) -> None:
         """Count an eager call of the region, and tell the running call."""
@@ -211,18 +226,19 @@ class RegionForward:
             raise Unsupported.of(reason)
         return context
 
-    def _refresh_if_changed(self, module: nn.Module) -> list[torch.Tensor | None]:
+    def _refresh_if_changed(self, module: nn.Module) -> bool:
         """See whether the region is still the one that was described; if not, go on as what it is now.
 
-        Returns its weights.
+        Returns whether weight functions act.
         """
         try:
-            self._modules.check()
-            return self._weights.check()
+            have_functions = self._modules.check()
+            self._weights.check()
         except Changed:
-            ModuleGuard(module, self._host).check()  # a change that cannot be followed yet must be seen again
+            # A change that cannot be followed yet must be seen again.
+            have_functions = ModuleGuard(module, self._host).check()
             self.become(module, self._owner.describe(self._path))
-            return self._weights.current()
+        return have_functions
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
         spec = plan.entry.graph.spec

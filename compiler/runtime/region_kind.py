@@ -15,11 +15,11 @@ from torch import nn
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported
+from ..common.tensor_slots import tensor_slots
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry
 from ..identity.call_signature import TENSOR_TYPES, CallSignature, ContextArguments, bind, read
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
-from ..tracing.weightless_copy import tensor_slots
 
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""

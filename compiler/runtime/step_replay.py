@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.tensors import tensors_in
 from ..common.torch_compat import foreach_copy, pytree
+from ..common.weight_source import NetworkWeights, ResidentWeights
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import ContextArguments
 from ..identity.fingerprint import Describer
@@ -84,18 +85,18 @@ class StepReplay:
         device: torch.device,
         counters: Counters,
         capture: Capture = capture_on_gpu,
-        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weights: NetworkWeights | None = None,
     ) -> None:
-        """`within` is entered during a capture, for the kernels of the network's blocks."""
+        """Without `weights`, the network's modules hold them."""
         self._network = weakref.ref(network)
         self._host = host
         self._counters = counters
         self._device = device
+        self._weights = weights or ResidentWeights()
         self._capture = capture
-        self._within = within
         self._context = ContextArguments(type(network), host.context_arguments)
         self._strings = Describer(host).describe(network).string_constants
-        self._modules = ModuleGuard(network, host)
+        self._modules = ModuleGuard(network, host, in_place=True)
         self._tensors: TensorGuard | None = None
         """Set by the first call that could be captured."""
         self._watch: Watch | None = None
@@ -115,6 +116,9 @@ class StepReplay:
 
     def serve(self, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall) -> Any:
         """Return the result of a call, made or replayed."""
+        if self._weights.places is None:  # captures wait for the weights to come back
+            self.reason = Reason(ReasonCode.WEIGHTS_ELSEWHERE)
+            return call(*args, **kwargs)
         try:
             key, tensors, steps = self._read(args, kwargs)
             if self._states and not self._is_unchanged():
@@ -196,7 +200,7 @@ class StepReplay:
         if not (running.had_setup or running.is_eager_in_part) and self._has_room():
             self._states[key] = _Seen()
             self._entries |= running.entries
-            self._tensors = self._tensors or TensorGuard(self._network(), self._device)
+            self._tensors = self._tensors or TensorGuard(self._network(), self._device, self._weights)
             self._watch = self._watch or _watch_of(self._network(), self._host)
             self.reason = None if self._tensors.is_usable else Reason(ReasonCode.WEIGHTS_ELSEWHERE)
         return result
@@ -255,7 +259,7 @@ class StepReplay:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with device, self._within():
+        with device:
             return _Captured(self._capture(fill, self._pool), own.tensors, result)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

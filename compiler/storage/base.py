@@ -1,4 +1,4 @@
-"""What the rest of the compiler asks of a place that keeps graphs."""
+"""The interface of a store, which keeps graphs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class StoreEntry:
 
 
 class Store(Protocol):
-    """Where compiled graphs outlive the process."""
+    """A place where compiled graphs outlive the process."""
 
     limit: int
     """Bytes."""
     is_near: bool
-    """Whether it may be listed for every report."""
+    """Whether listing it is fast enough for every report."""
 
     def get(self, key: str) -> StoredGraph | None: ...
 
@@ -45,13 +45,13 @@ class Store(Protocol):
         ...
 
     def note(self, name: str) -> bytes | None:
-        """Return what was noted under a name."""
+        """Return the note under a name, or None."""
         ...
 
     def put_note(self, name: str, data: bytes) -> None:
-        """Note a little that a process found out, for those after it."""
+        """Keep a short note for later processes."""
         ...
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
-        """While it is held, no other process is compiling this key, as far as the store can tell."""
+        """Prevent others from compiling this key at the same time, as far as the store can."""
         ...

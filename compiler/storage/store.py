@@ -64,7 +64,7 @@ class _Store(ABC):
     """
 
     is_near = True
-    """Whether a listing takes no time worth mentioning."""
+    """Whether a listing takes almost no time."""
 
     def __init__(self, place: str, trust: Trust | None, limit: int | None) -> None:
         self.place = place

@@ -18,6 +18,7 @@ from torch import nn
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.reason import ReasonCode, Unsupported
+from ..common.tensor_slots import tensor_slots
 from ..common.torch_compat import (
     ConstantArgument,
     FakeTensorMode,
@@ -36,7 +37,7 @@ from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSp
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs
 from .graph_request import GraphRequest
-from .weightless_copy import tensor_slots, weightless_copy
+from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 

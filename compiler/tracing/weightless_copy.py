@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,30 +17,25 @@ from torch import nn
 
 from ..common.host import Host
 
-Slot = tuple[dict[str, Any], str]
-"""The place where a module keeps one tensor: its `_parameters` or `_buffers`, and the name in there."""
-
 
 def weightless_copy(module: nn.Module, host: Host, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Copy the tree of modules. `tensor` returns the replacement for each parameter and buffer."""
-    return _copy(module, host, tensor, {})
+    """Copy the tree of modules. `tensor` returns the replacement for each parameter and buffer.
 
-
-def tensor_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Yield the dotted name and the slot of every parameter and buffer.
-
-    A layer's tensors are sorted by name, because the order in which they were registered can be that of a file.
+    It is given a tensor of the dtype in which the weight reaches the layer, which is not always that of its file.
     """
-    for path, child in module.named_modules():
-        for group in (child._parameters, child._buffers):
-            for name in sorted(group):
-                if group[name] is not None:
-                    yield f"{path}.{name}" if path else name, (group, name)
+    return _copy(module, host, tensor, {})
 
 
 def _own_container(value: Any) -> Any:
     """Copy a container, so that a block that keeps things in it does not keep those of a trace."""
     return copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+
+
+def _in_its_dtype(module: nn.Module, name: str, tensor: torch.Tensor, host: Host) -> torch.Tensor:
+    dtype = host.weight_dtype(module.__dict__, name, tensor)
+    if dtype == tensor.dtype:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
 
 def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Module]) -> nn.Module:
@@ -54,7 +49,10 @@ def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Mo
     }
     copied.__dict__.update(attributes)
     for group in ("_parameters", "_buffers"):
-        tensors = {name: None if t is None else tensor(t) for name, t in module.__dict__[group].items()}
+        tensors = {
+            name: None if t is None else tensor(_in_its_dtype(module, name, t, host))
+            for name, t in module.__dict__[group].items()
+        }
         copied.__dict__[group] = copy.copy(module.__dict__[group])
         copied.__dict__[group].update(tensors)
     children = {

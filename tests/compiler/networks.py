@@ -9,6 +9,7 @@ from types import MethodType
 import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.tensor_slots import tensor_slots
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.regions import find_regions
 from compiled_graphs.compiler.runtime.compiled_model import CompiledModel, Options
@@ -16,7 +17,6 @@ from compiled_graphs.compiler.runtime.region_kinds import Target
 from compiled_graphs.compiler.runtime.running_call import RunningCall, entered
 from compiled_graphs.compiler.tracing.export import export_region
 from compiled_graphs.compiler.tracing.shape_discovery import Sizes, discover_requests
-from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 from torch import nn
 from torch.nn import functional
 

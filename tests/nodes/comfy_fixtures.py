@@ -23,12 +23,12 @@ import tiny_models  # noqa: E402
 from comfy_server import ComfyServer  # noqa: E402
 
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of servers: at these sizes threads mostly wait for one another
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for servers: at these sizes, threads mostly wait for one another
 
 
 @pytest.fixture(scope="session")
 def make_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make a base folder for servers, with the named tiny models: links to those kept beside the environment."""
+    """Make a base folder for servers. It links to the named tiny models, which are kept beside the environment."""
     kept = (
         Path(os.environ.get("COMPILED_GRAPHS_HOME", ROOT / ".quickstart")) / f"models-{Path(COMFYUI).name or 'index'}"
     )
@@ -55,7 +55,7 @@ def home(make_home: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(home: Path) -> Callable[..., ComfyServer]:
-    """Make a server over the shared base folder, or over another; it runs inside a `with` block."""
+    """Make a server with the shared base folder or another one. It runs inside a `with` block."""
     return lambda folder=home, *arguments: ComfyServer(COMFYUI, folder, arguments)
 
 

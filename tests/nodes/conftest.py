@@ -17,7 +17,7 @@ from comfy_fixtures import fresh, home, make_home, pixels, server, start_server,
 
 @pytest.fixture(scope="session")
 def described_nodes() -> dict[str, Any]:
-    """What `describe_nodes.py` prints."""
+    """The data that `describe_nodes.py` prints."""
     command = [sys.executable, str(Path(__file__).with_name("describe_nodes.py"))]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr[-2000:]

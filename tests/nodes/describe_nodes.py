@@ -1,6 +1,6 @@
-"""Print as JSON what ComfyUI reads off each node's class, and what calling the validators starts.
+"""Print as JSON what ComfyUI reads from each node's class, and what the validators start.
 
-A process of its own runs this: the nodes are imported without ComfyUI, by means of a stand-in for `folder_paths`.
+This script needs its own process: it imports the nodes without ComfyUI, with a stand-in for `folder_paths`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FIELDS = (
 
 
 def describe(node, title):
-    """Return a node's definition. The order of its inputs is part of it: a saved workflow has values by their order."""
+    """Return a node's definition, with its inputs in order, because saved workflows identify values by their order."""
     inputs = {group: list(fields.items()) for group, fields in node.INPUT_TYPES().items()}
     return {"title": title, "inputs": inputs, **{name: getattr(node, name) for name in FIELDS if hasattr(node, name)}}
 
 
 def started_by_validators(nodes):
-    """Return the threads that run, and the modules that are loaded, once each node has been validated."""
+    """Call each node's validator. Return the threads that it started and the modules that it loaded."""
     before, loaded = set(threading.enumerate()), set(sys.modules)
     for node in nodes.values():
         if validate := getattr(node, "VALIDATE_INPUTS", None):

@@ -1,4 +1,4 @@
-"""Nodes for test servers: what goes wrong in other people's nodes, and patches of their own."""
+"""Nodes for test servers: they fail as other people's nodes do, or patch a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class StopInStep:
-    """Lets the n-th step of sampling fail, with too little memory or otherwise."""
+    """Makes the n-th sampling step fail, by lack of memory or by another error."""
 
     CATEGORY = "tests"
     FUNCTION = "patch"
@@ -36,7 +36,7 @@ class StopInStep:
 
 
 class HoldStep:
-    """Lets sampling wait, in each step, as long as there is a file."""
+    """Makes each sampling step wait while a file exists."""
 
     CATEGORY = "tests"
     FUNCTION = "patch"
@@ -59,7 +59,7 @@ class HoldStep:
 
 
 class ScaleAttention:
-    """A patch that reaches into every transformer."""
+    """Patches the attention of every transformer."""
 
     CATEGORY = "tests"
     FUNCTION = "patch"

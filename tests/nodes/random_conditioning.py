@@ -22,7 +22,7 @@ class RandomConditioning:
 
 
 class RandomVideoConditioning:
-    """SVD_img2vid_Conditioning, but that the image's embedding is random."""
+    """SVD_img2vid_Conditioning with a random embedding of the image."""
 
     CATEGORY = "tests"
     FUNCTION = "make"

@@ -1,4 +1,4 @@
-""" "In background" in a real server: images at once, and a server that answers while it compiles."""
+"""The choice "in background" in a real server: it makes images at once, and answers while it compiles."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 import pytest
 
 PATIENCE = 300.0
-"""Seconds for a worker process to begin and to compile three regions, on a busy machine."""
+"""Seconds that a worker process may take to start and to compile three regions on a busy machine."""
 
 
 @pytest.fixture
 def server(make_home, start_server):
-    """A server of the test's own, in which nothing was ever compiled."""
+    """A new server for each test, which has compiled nothing yet."""
     with start_server(make_home("tiny_sd15")) as server:
         yield server
 
@@ -33,7 +33,7 @@ def totals(server):
 
 
 def processes(server):
-    """The processes that compile for a server."""
+    """Return the processes that compile for a server."""
     psutil = pytest.importorskip("psutil", reason="ComfyUI brings it")
     return psutil.Process(server._process.pid).children(recursive=True)
 

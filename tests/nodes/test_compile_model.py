@@ -40,7 +40,7 @@ def test_the_node_shows_what_it_did(server, workflow):
 def test_the_registry_knows_workflow_and_role(server, workflow):
     identity = "11111111-2222-3333-4444-555555555555"
     prompt = workflow(seed=12)
-    prompt["2"]["inputs"]["verify"] = False  # a node that ComfyUI has not cached
+    prompt["2"]["inputs"]["verify"] = False  # so ComfyUI has not cached the node
     server.run(prompt, workflow={"id": identity})
     report = server.get("/compiled_graphs/registry")
     role = report["workflows"][identity]["roles"]["2:base UNet"]
@@ -63,7 +63,7 @@ def test_every_input_and_output_is_explained(server):
 
 
 def test_a_bypassed_node_passes_its_input_on(server):
-    """ComfyUI's frontend lets each output of a bypassed node be the first input of its type."""
+    """ComfyUI's frontend replaces each output of a bypassed node by the first input of its type."""
     for name, node in server.get("/object_info").items():
         if name.startswith("CG_") and not node["output_node"]:
             inputs = [kind for group in ("required", "optional") for kind, *_ in node["input"].get(group, {}).values()]

@@ -15,7 +15,7 @@ SHADES = {"uncompiled": (154, 160, 166), "compiled": (26, 86, 176)}
 
 
 def report(prompt, **inputs):
-    """The workflow with a report on the model and the picture it made."""
+    """Add a report on the model, and a preview of its picture, to the workflow."""
     decoder = next(node for node, item in prompt.items() if item["class_type"] == "VAEDecode")
     prompt["40"] = {"class_type": "CG_CompileReport", "inputs": {"model": ["2", 0], "after": [decoder, 0], **inputs}}
     prompt["41"] = {"class_type": "PreviewImage", "inputs": {"images": ["40", 0]}}
@@ -55,7 +55,7 @@ def test_nothing_connected_is_no_fault(server):
 
 @pytest.fixture(scope="module")
 def drawing():
-    """The module that draws, without the nodes, which need ComfyUI."""
+    """The module that draws, imported without the nodes, which need ComfyUI."""
     path = Path(__file__).resolve().parents[2] / "nodes" / "report_picture.py"
     spec = importlib.util.spec_from_file_location("report_picture", path)
     module = sys.modules["report_picture"] = importlib.util.module_from_spec(spec)

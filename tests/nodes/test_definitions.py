@@ -1,4 +1,4 @@
-"""What saved workflows depend on: ids, inputs in their order, outputs. And a validator starts nothing."""
+"""Saved workflows depend on ids, the order of inputs, and outputs. Validators start nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS = ("OUTPUT_TOOLTIPS", "DESCRIPTION", "SEARCH_ALIASES")
 
 
 def without_words(definition):
-    """Return a definition without the texts that may be worded anew, and those that name what a machine lacks."""
+    """Return a definition without its texts, which may be reworded or may name what a machine lacks."""
     inputs = {group: [_without_tooltip(field) for field in fields] for group, fields in definition["inputs"].items()}
     return {name: value for name, value in definition.items() if name not in WORDS} | {"inputs": inputs}
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a queue: after each disturbance the next prompt is right and compiles nothing it had."""
+"""Disturbances of a queue: after each one, the next prompt is correct and compiles nothing again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compiles(server):
 
 
 def put_between(prompt, kind, **inputs):
-    """Put a node between whatever gives KSampler its model, and KSampler."""
+    """Put a node between KSampler and the source of its model."""
     number = f"9{len(prompt)}"
     prompt[number] = {"class_type": kind, "inputs": {"model": prompt["6"]["inputs"]["model"], **inputs}}
     prompt["6"]["inputs"]["model"] = [number, 0]
@@ -44,7 +44,7 @@ def put_between(prompt, kind, **inputs):
 
 @pytest.fixture
 def check(workflow, pixels):
-    """Assert that a new image is eager's, and that nothing is compiled for it."""
+    """Assert that a new image matches eager, and that nothing is compiled for it."""
 
     def run(server, change=lambda prompt: prompt, **sampler):
         seed = next(SEEDS)

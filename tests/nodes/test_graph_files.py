@@ -43,7 +43,7 @@ def graph_files(home):
 
 
 def read_header(data):
-    """Return the metadata of a safetensors file, and its header and data as they are."""
+    """Return the metadata of a safetensors file, and its header and data unchanged."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     return header["__metadata__"], (header, data[8 + size :])
@@ -190,7 +190,7 @@ def test_a_damaged_file_is_named_and_gives_an_image(server, saving, loading, gra
 
 
 def forge(data, how, path):
-    """Write a file as a stranger could, to cost time or to break what reads it."""
+    """Write a file that a stranger could send, to waste time or to break the reader."""
     metadata, rest = read_header(data)
     if how == "a pipe":
         os.mkfifo(path)

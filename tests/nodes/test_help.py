@@ -1,4 +1,4 @@
-"""The help that people find at a node: its page, its tooltips, its words in the search."""
+"""The help for a node: its page, its tooltips, and its search words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADINGS = {
 
 
 def page(node: str, language: str) -> str:
-    """The page that ComfyUI's frontend looks for: NODE/LANGUAGE.md, else NODE.md."""
+    """Return the page that ComfyUI's frontend shows: NODE/LANGUAGE.md, or else NODE.md."""
     return (DOCS / node / f"{language}.md" if language else DOCS / f"{node}.md").read_text(encoding="utf-8")
 
 
@@ -28,12 +28,12 @@ def every_page(language: str) -> str:
 
 
 def quoted(text: str) -> list[str]:
-    """What a page gives as it stands in the program: reasons, values, names."""
+    """Return what a page quotes from the program: reasons, values, names."""
     return [" ".join(code.split()) for code in re.findall("`([^`]+)`", text)]
 
 
 def fixed_part(code: ReasonCode) -> str:
-    """The longest part of a reason's note that is the same for every detail."""
+    """Return the longest part of a reason's note that does not depend on the detail."""
     return max((part.strip() for part in re.split("[{}():]", code.value)), key=len)
 
 
@@ -54,7 +54,7 @@ def test_every_node_has_a_page_that_names_its_sockets(server, language):
 @pytest.mark.parametrize("language", HEADINGS)
 def test_every_reason_to_run_eagerly_is_explained(language):
     texts = every_page(language)
-    wanted = {fixed_part(code) for code in ReasonCode if code is not ReasonCode.HOST_SILENT}  # ComfyUI's host does
+    wanted = {fixed_part(code) for code in ReasonCode if code is not ReasonCode.HOST_SILENT}  # ComfyUI's host speaks
     assert sorted(note for note in wanted if note not in texts) == []
 
 
@@ -90,7 +90,7 @@ def test_a_nodes_info_button_opens_its_page(server, language):
             pytest.skip("this ComfyUI's frontend has no help pages")
         comfy_browser.add_node(browser, "CG_CompileModel")
         button = browser.get_by_test_id("info-button")
-        for _ in range(60):  # a frontend that has just come up does not hear each click
+        for _ in range(60):  # a frontend that has just started misses some clicks
             comfy_browser.click_node(browser)
             browser.wait_for_timeout(1000)
             if button.count():

@@ -19,7 +19,7 @@ LANGUAGES = ["en", "zh"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """What `scripts/make_locales.py` writes now, and what it complains of."""
+    """The files that `scripts/make_locales.py` writes now, and its complaints."""
     folder = tmp_path_factory.mktemp("locales")
     command = [sys.executable, str(ROOT / "scripts" / "make_locales.py"), "--out", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
@@ -61,7 +61,7 @@ def test_no_text_has_a_placeholder_of_the_frontend(language):
 
 
 def test_every_input_has_a_name_and_a_tooltip(server):
-    """Walks what a real server has, and not what the generator thinks there is."""
+    """This test reads the nodes of a real server, and not the generator's list of them."""
     ours = {name: node for name, node in server.get("/object_info").items() if name.startswith("CG_")}
     assert len(ours) >= 5
     for language in LANGUAGES:

@@ -51,9 +51,9 @@ SOCKETS = {
     ),
     "OneDiffNexfortBooster": (["fullgraph", "dynamic", "mode", "docs_link"], ["TorchCompileBooster"]),
 }
-"""Inputs in their order, by which a workflow's widget values are told apart, and outputs."""
+"""The inputs in order, because a workflow saves widget values by their order, and the outputs."""
 SAYS_WHEN = bool(os.environ.get("COMFYUI_PATH"))
-"""The index's build is of 2024, and does not say when a sampling begins."""
+"""The index's build is from 2024 and does not say when a sampling begins."""
 
 
 def totals(server):

@@ -16,7 +16,7 @@ def totals(server):
 
 @pytest.fixture
 def speedy(workflow):
-    """Text to image with model and VAE through OneFlow, both saved; uncompiled without `compiled`."""
+    """A text-to-image workflow that runs and saves model and VAE with OneFlow, or is uncompiled."""
 
     def make(*size, compiled=True, **sampler):
         prompt = workflow(*size, compiled=compiled, **sampler)
@@ -41,7 +41,7 @@ def test_oneflow_matches_eager_and_its_file_loads(home, start_server, speedy, pi
             "saved to oneflow_00001_",
             "saved to oneflow_00002_",
             "are in oneflow_00002_",
-        ]  # a size more, a new file
+        ]  # the second size adds a job, so a new file is written
         for number, size in enumerate([(64, 64), (96, 64, 2), (64, 64)]):
             outputs = server.run(speedy(*size, seed=31 + number))
             theirs = pixels(server, server.run(speedy(*size, seed=31 + number, compiled=False)))

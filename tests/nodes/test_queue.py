@@ -1,4 +1,4 @@
-"""A queue of many prompts over HTTP: what it compiles, what memory it takes, and whose counters are whose."""
+"""A queue of many prompts over HTTP: what it compiles, how much memory it takes, and which workflow it counts for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 CHECKPOINTS = ("tiny_sd15.ckpt", "tiny_sd15_other.ckpt")
 SIZES = ((64, 64), (96, 64), (128, 96))
 WORKFLOWS = {"left": "2", "right": "12"}
-"""Two workflows, and which node of each is Compile Model."""
+"""Two workflows, with the number of the Compile Model node in each."""
 PROMPTS = 200
 FIRST_SWITCH, WARM_UP, SWITCH = 4, 10, 20
-"""After how many prompts the other checkpoint comes, after how many memory is to be flat, how often it comes then."""
+"""Prompts before the first switch of checkpoints, before memory must be flat, and between later switches."""
 FLAT = 2**20 / 5
 """Bytes that each prompt may keep."""
 HALF_A_UNET = 80 * 2**20
@@ -24,7 +24,7 @@ HALF_A_UNET = 80 * 2**20
 
 @pytest.fixture
 def variant(workflow):
-    """The workflow with a checkpoint, a size and a number for Compile Model of one's choice."""
+    """Make the workflow with a given checkpoint, size, and node number of Compile Model."""
 
     def make(node="2", checkpoint=CHECKPOINTS[0], size=SIZES[0], **sampler):
         prompt = workflow(*size, **{"steps": 1, **sampler})
@@ -39,7 +39,7 @@ def variant(workflow):
 
 @pytest.fixture
 def forgetful(start_server, home, tmp_path):
-    """A server without graphs that keeps no models but a prompt's own: since 2026 others stay while there is room."""
+    """A server without graphs that keeps only the prompt's own models. By default, since 2026, others may stay."""
     (tmp_path / "models").symlink_to(home / "models", target_is_directory=True)
     options = Path(os.environ.get("COMFYUI_PATH", ""), "comfy", "cli_args.py")
     knows = options.is_file() and "--cache-classic" in options.read_text()
@@ -71,10 +71,10 @@ def mebibytes(sizes):
 
 
 def gained(sizes):
-    """Return the bytes that each prompt keeps, by what comes from turn to turn of a checkpoint and by what has come.
+    """Return the bytes that each prompt keeps: the smaller of two measures, growth per turn and growth overall.
 
-    C's allocator sometimes takes 20 MiB at once and for good, which the first does not see; levels go up and down by
-    10 MiB, which the second does not see. What leaks does so by both.
+    C's allocator sometimes takes 20 MiB once and keeps it, which growth per turn does not show. Levels go up and down
+    by 10 MiB, which growth overall does not show. A leak shows in both.
     """
     few, apart = SWITCH // 2, 2 * SWITCH
     levels = [statistics.median(sizes[start : start + few]) for start in range(0, len(sizes), few)]
@@ -84,15 +84,15 @@ def gained(sizes):
 
 
 def cached_nodes(entry):
-    """Return the nodes of a finished prompt whose outputs ComfyUI had kept."""
+    """Return the nodes of a finished prompt whose outputs ComfyUI took from its cache."""
     said = [content for event, content in entry["status"]["messages"] if event == "execution_cached"]
     return {node for content in said for node in content["nodes"]}
 
 
 def turn(number):
-    """Return what the n-th prompt varies: each workflow makes all three sizes, then it is the other's turn.
+    """Return the workflow and settings of the n-th prompt. The workflows alternate after all three sizes.
 
-    The warm-up switches to the other checkpoint and back, as the rest does time and again.
+    The warm-up switches to the other checkpoint and back, as the later prompts do repeatedly.
     """
     checkpoint = CHECKPOINTS[number // (FIRST_SWITCH if number < WARM_UP else SWITCH) % 2]
     return list(WORKFLOWS)[number // 3 % 2], {"size": SIZES[number % 3], "checkpoint": checkpoint, "seed": number}
@@ -107,7 +107,7 @@ def test_two_hundred_prompts_compile_once_and_stay_flat(forgetful, variant, memo
         sizes.append(memory(forgetful))
         if node in entry["outputs"]:
             texts.append(entry["outputs"][node]["text"][0])
-        else:  # since 2026 a node that was cached is not shown again
+        else:  # since 2026, ComfyUI does not show a cached node again
             assert node in cached_nodes(entry)
     report = registry(forgetful)
     first, *others = dict.fromkeys(texts)
@@ -148,10 +148,10 @@ def test_another_checkpoint_uses_the_same_graphs(server, variant, pixels):
 
 
 def test_a_checkpoint_is_freed_after_a_switch(server, variant, memory):
-    """With Compile Model in the workflow, and after it was taken out: ComfyUI undoes patches then.
+    """The checkpoint is freed with Compile Model in the workflow, and after its removal, when ComfyUI undoes patches.
 
-    What an earlier prompt left is sometimes freed late, by Python or by C's allocator; what is kept stays in each turn.
-    ComfyUI keeps some of a checkpoint itself, so memory is compared with turns that have nothing compiled.
+    Python or C's allocator sometimes frees an earlier prompt's memory late, but leaked memory stays in every turn.
+    ComfyUI itself keeps some of a checkpoint, so the test compares memory with turns that compile nothing.
     """
     plain = [(CHECKPOINTS[number % 2], number == 0) for number in range(4)]
     turns = [(CHECKPOINTS[number // 2 % 2], number % 4 in (0, 3)) for number in range(12)]

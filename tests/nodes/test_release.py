@@ -20,9 +20,9 @@ import release  # noqa: E402
 
 @pytest.fixture
 def unpacked(tmp_path):
-    """The folder of the extension as the registry's archive makes it."""
+    """The extension's folder, unpacked from the registry's archive."""
     if not (shutil.which("git") and (ROOT / ".git").exists()):
-        pytest.skip("not a git checkout: which files are tracked?")
+        pytest.skip("not a git checkout, so the tracked files are unknown")
     folder = tmp_path / "unpacked"
     with zipfile.ZipFile(release.build(tmp_path / "dist")) as archive:
         archive.extractall(folder)

@@ -30,7 +30,7 @@ def refiner_home(make_home):
 
 
 def on_tiny_models(prompt):
-    """The workflow with checkpoints without text encoders, a small picture and two steps."""
+    """Return the workflow with checkpoints that have no text encoders, a small image and two steps."""
     prompt = json.loads(json.dumps(prompt))
     prompt["1"]["inputs"]["ckpt_name"] = "tiny_sdxl.ckpt"
     prompt["2"]["inputs"]["ckpt_name"] = "tiny_sdxl_refiner.ckpt"
@@ -45,7 +45,7 @@ def on_tiny_models(prompt):
 
 
 def compiled_not_loaded(prompt):
-    """The workflow as people have it before there are files: Compile Model and VAE Speedup."""
+    """Return the workflow of people who have no files yet, with Compile Model and VAE Speedup."""
     prompt = dict(prompt)
     for node, checkpoint in (("3", "1"), ("4", "2")):
         inputs = {"model": [checkpoint, 0], "backend": BACKEND}
@@ -58,7 +58,7 @@ def compiled_not_loaded(prompt):
 
 
 def uncompiled(prompt):
-    """The workflow without this extension's nodes."""
+    """Return the workflow without this extension's nodes."""
     sources = {("3", 0): ["1", 0], ("3", 1): ["1", 2], ("4", 0): ["2", 0], ("4", 1): ["1", 2]}
     kept = {name: node for name, node in prompt.items() if not node["class_type"].startswith("CG_")}
     for node in kept.values():
@@ -107,7 +107,7 @@ def test_a_workflow_without_its_files_makes_them(refiner_home, start_server):
     shutil.rmtree(refiner_home / "models" / "compiled_graphs", ignore_errors=True)
     prompt = {node: on_tiny_models(REFINER)[node] for node in ("1", "2", "3", "4", "16", "17")}
     for node in ("16", "17"):
-        del prompt[node]["inputs"]["after"]  # the samplers
+        del prompt[node]["inputs"]["after"]  # it links to the samplers, which this prompt lacks
     with start_server(refiner_home) as server:
         outputs = server.run(prompt)
         for node, name in (("3", "sdxl_base"), ("4", "sdxl_refiner")):
@@ -118,7 +118,7 @@ def test_a_workflow_without_its_files_makes_them(refiner_home, start_server):
 
 @dataclass(frozen=True)
 class Tiny:
-    """What a workflow runs on here: tiny models by the real ones' names, sizes of random text, and smaller images."""
+    """How a workflow becomes small: tiny models by the real names, widths of random text, and a factor for images."""
 
     models: dict[str, str]
     text: dict[str, int] | None = None
@@ -149,9 +149,9 @@ PASSED_ON = {
     "CG_ControlNetSpeedup": ["control_net"],
     "CG_LoadGraph": ["model", "vae", "control_net"],
 }
-"""Which input comes out of which output of this extension's nodes."""
+"""For each of our nodes, the input that each of its outputs passes on."""
 CHUNKED = "sizes outside of what the graph was traced for"
-"""Why SVD's transformer blocks run uncompiled on a CPU in the index's build, whose attention is in chunks there."""
+"""Why SVD's transformer blocks run uncompiled on a CPU: the index's build computes attention in chunks there."""
 
 
 def read(name):
@@ -159,7 +159,7 @@ def read(name):
 
 
 def small(name, seed):
-    """The workflow on its tiny models: smaller images, two steps, and random conditioning if it must be."""
+    """Return the workflow with tiny models, smaller images, two steps, and random conditioning if it needs that."""
     prompt = read(name)
     for number, node in prompt.items():
         inputs = node["inputs"]
@@ -180,7 +180,7 @@ def is_model(name, value):
 
 
 def without_ours(prompt):
-    """The workflow with this extension's nodes bypassed."""
+    """Return the workflow with this extension's nodes bypassed."""
 
     def source(value):
         while isinstance(value, list) and (outputs := PASSED_ON.get(prompt[value[0]]["class_type"])):
@@ -195,7 +195,7 @@ def without_ours(prompt):
 
 
 def frames(server, outputs):
-    """Every image of every output, and every frame of one that moves, as [images, height, width, 3] by node."""
+    """Return all images and all frames of animations, as one array [images, height, width, 3] per node."""
 
     def read_frames(references):
         for reference in references:
@@ -217,7 +217,7 @@ def missing_nodes(server, name):
 
 @pytest.fixture(scope="module")
 def tiny_server(tmp_path_factory, start_server):
-    """One server for all of these workflows, with the tiny models of those whose nodes it has."""
+    """A server that all these workflows share, with the tiny models of each workflow whose nodes it has."""
     home = tmp_path_factory.mktemp("workflows")
     server = start_server(home)
     shutil.copy(Path(__file__).with_name("random_conditioning.py"), home / "custom_nodes")

@@ -1,4 +1,4 @@
-"""The example workflows, and one made with OneDiff, in ComfyUI's frontend: whole, laid out, and queued as they say."""
+"""The example workflows and one of OneDiff in ComfyUI's frontend: they open, have a clear layout, and can be queued."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROMPT = "async () => (await app.graphToPrompt()).output"
 
 @pytest.fixture(scope="module")
 def listing_server(start_server, tmp_path_factory):
-    """A server that lists every file that the workflows name."""
+    """A server that has every file that the workflows name."""
     if reason := comfy_browser.missing():
         pytest.skip(reason)
     home = tmp_path_factory.mktemp("workflows")
@@ -70,9 +70,9 @@ def browser(listing_server):
 
 @pytest.fixture
 def errors(browser):
-    """What the page's programs complain about from here on, but for files that are not there.
+    """The errors that the page logs from now on, except for missing files.
 
-    ComfyUI's own templates are such files where the hundreds of megabytes of their pictures are not installed.
+    ComfyUI's own templates are missing if their pictures, which take hundreds of megabytes, are not installed.
     """
     found, missing = [], ("Failed to load resource", "Error loading core workflow templates")
 
@@ -97,7 +97,7 @@ def in_api_format(name):
 
 
 def overlaps(boxes):
-    """Return the pairs of nodes of which one covers a part of the other; a box is left, top, width, height."""
+    """Return the pairs of nodes that overlap. A box is left, top, width, height."""
 
     def apart(one, other, axis):
         return one[axis] + one[axis + 2] <= other[axis] or other[axis] + other[axis + 2] <= one[axis]
@@ -167,14 +167,14 @@ def test_the_readme_has_each_workflow():
         assert f"]({name}.jpg)" in readme
 
 
-# A workflow as people have saved it with OneDiff's nodes.
+# A workflow that was saved with OneDiff's nodes.
 
 CACHE = [3, 0, 1, 0, 1000]
 """cache_interval, cache_layer_id, cache_block_id, start_step, end_step."""
 
 
 def node(number, kind, widgets, inputs=(), outputs=()):
-    """A node in the form of a frontend of 2024: sockets, and widget values by their order alone."""
+    """Return a node in the form of a 2024 frontend: it identifies widget values only by their order."""
     return {
         "id": number,
         "type": kind,

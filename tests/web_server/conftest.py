@@ -1,4 +1,4 @@
-"""The fixtures of a ComfyUI server, for the tests of what it answers."""
+"""The fixtures of a ComfyUI server, for the tests of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people choose in ComfyUI's settings dialog."""
+"""The values that people choose in ComfyUI's settings dialog."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LIMIT, BACKGROUND, VERIFY = STORE_LIMIT, "CompiledGraphs.Background", "CompiledG
 
 @pytest.fixture(scope="module")
 def own(make_home, start_server):
-    """A server whose settings and store are nobody else's."""
+    """A server that shares its settings and store with no other server."""
     with start_server(make_home("tiny_sd15")) as server:
         yield server
 
 
 def choose(server, setting, value):
-    """Do what the dialog does when a value is changed."""
+    """Send the request that the dialog sends when somebody changes a value."""
     request = urllib.request.Request(
         f"{server.address}/settings/{setting}", json.dumps(value).encode(), {"Content-Type": "application/json"}
     )
@@ -38,7 +38,7 @@ def test_the_next_prompt_applies_the_chosen_store_size(own, workflow):
     own.run(workflow(seed=1))
     assert len(stored(own)) == 3
     choose(own, LIMIT, 1)
-    own.run(workflow(seed=1, steps=3))  # Compile Model is not run: ComfyUI has its output
+    own.run(workflow(seed=1, steps=3))  # ComfyUI does not run Compile Model: it has the node's output
     assert len(stored(own)) == 3
     choose(own, LIMIT, 1e-9)
     prompt = workflow(seed=1)
@@ -74,7 +74,7 @@ def test_new_nodes_start_with_the_chosen_values(own, browser):
     browser.keyboard.press("Control+,")
     browser.get_by_text("Compiled Graphs", exact=True).click()
     for setting in (BACKGROUND, VERIFY):
-        browser.locator(f"[id='{setting}'] input, button[id='{setting}']").click()  # of 2025, of 2026
+        browser.locator(f"[id='{setting}'] input, button[id='{setting}']").click()  # in the frontends of 2025 and 2026
     limit = browser.locator(f"[id='{LIMIT}'] input")
     limit.select_text()
     limit.press_sequentially("3")
@@ -103,7 +103,7 @@ def test_a_workflow_keeps_its_own_values(own, browser):
 
 
 def wait_for(server, expected):
-    """Wait until the frontend, which has shown these values, has stored them, too."""
+    """Wait until the frontend has stored the values that it shows."""
     wait_until(lambda: expected.items() <= server.get("/settings").items())
 
 

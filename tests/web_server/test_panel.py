@@ -1,4 +1,4 @@
-"""The registry panel in ComfyUI's own frontend: opened, read, clicked, and up to date by itself."""
+"""The registry panel in ComfyUI's own frontend: its content, its buttons, and its automatic updates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import comfy_browser
 import pytest
 
 SEEDS = itertools.count(1)
-"""ComfyUI does not run again what it ran before."""
+"""Each prompt gets a new seed, because ComfyUI does not repeat an equal prompt."""
 TIMES = "\N{MULTIPLICATION SIGN}"
 LIMIT = comfy_browser.LIMIT
 
@@ -55,7 +55,7 @@ def panel(page):
 
 @pytest.fixture
 def run(server, page, workflow):
-    """Load the tiny workflow in the frontend; queue it there, and wait for its end, whenever this is called."""
+    """Load the tiny workflow in the frontend. Return a function that queues it and waits for its end."""
     page.evaluate("async prompt => { await app.loadApiJson(prompt, 'my workflow') }", workflow())
 
     def run():
@@ -79,7 +79,7 @@ def see(locator, text):
 
 
 def falls_quiet(page, address):
-    """Whether two seconds go by without a request. Some come late on a busy machine, so this looks more than once."""
+    """Whether two seconds pass without a request. It tries repeatedly, because a busy machine sends some late."""
     asked = []
     page.on("request", lambda request: asked.append(request.url) if address in request.url else None)
     for _ in range(20):
@@ -103,7 +103,7 @@ def test_the_panel_shows_what_to_do_and_what_was_done(server, page, panel, run):
     see(panel, "Nothing is compiled yet. Put Compile Model between a loader and a sampler")
     run()
     see(panel, "3 of 3 kinds compiled")
-    see(panel, "Network call")  # known once the first prompt has made undisturbed calls
+    see(panel, "Network call")  # appears after the first prompt's undisturbed calls
     found = role(server)
     assert "my workflow" in panel.locator(".cg-name").inner_text()
     assert panel.locator(".cg-kind").inner_text() == "base UNet node 2"

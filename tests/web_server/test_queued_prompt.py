@@ -1,4 +1,4 @@
-"""What is done when a prompt is queued, and what is not done at other times."""
+"""The work that starts when a prompt is queued, and does not start at other times."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_handler_prepares_and_hands_the_request_on(queued_prompt, monkeypatc
 
 
 def test_comfyuis_server_module_is_not_ours():
-    """ComfyUI's module is called `server`. A folder of that name here would hide it where Python starts in this one."""
+    """ComfyUI's module is called `server`. A folder of that name here would hide it if Python starts in this folder."""
     root = Path(prompt_server.__file__).resolve().parents[1]
     assert (root / "web_server").is_dir()
     assert not (root / "server").exists()

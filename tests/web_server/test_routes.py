@@ -1,4 +1,4 @@
-"""The registry over HTTP and the websocket: what the panel reads, and what its buttons do."""
+"""The registry over HTTP and the websocket: the data of the panel, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 ID = "0d1f7a52-5a0e-4a51-9b1e-c0a11ed67a9b"
 ROLE = "2:base UNet"
 SEEDS = itertools.count(1)
-"""ComfyUI does not run again what it ran before."""
+"""Each prompt gets a new seed, because ComfyUI does not repeat an equal prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_graphs_are_saved_dropped_and_loaded_again(server, workflow):
 
 @pytest.fixture
 def hold(tmp_path):
-    """A file. As long as it exists, prompts with `held` do not end."""
+    """A file. While it exists, prompts with `held` do not end."""
     file = tmp_path / "hold"
     file.touch()
     yield file
@@ -175,7 +175,7 @@ def test_reasons_are_explained(server, workflow):
 
 
 async def _listen(server, seconds, begin):
-    """Return when the registry's events came; stop when none has come for so many seconds."""
+    """Return the times of the registry's events. Stop after this many seconds without one."""
     import aiohttp
 
     moments = []

@@ -1,7 +1,6 @@
 """The reference backend: runs an exported graph operator by operator.
 
-It shows whether a region was traced rightly, independent of any code generator, and it needs no compiler
-on the machine.
+It shows whether a region was traced correctly, without any code generator, and the machine needs no compiler.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...tracing.export import ExportedRegion
 
 
 class EagerExecutable:
-    """An exported program, run as it is."""
+    """An exported program that runs operator by operator."""
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
         self._program = program

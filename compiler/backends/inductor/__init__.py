@@ -1,4 +1,4 @@
-"""Torch's Inductor, the compiler that people want, and the same with large matrix products in float8."""
+"""Torch's Inductor, which is the default compiler, and a variant with large matrix products in float8."""
 
 from .artifacts import AotiPackage, Artifact, OtherProcessor
 from .backend import OLDEST_TORCH, InductorBackend, find_cpp_compiler

@@ -1,4 +1,4 @@
-"""What Inductor makes of a graph, and its bytes: an artifact for a GPU, a package for a CPU."""
+"""The executables that Inductor makes, and their bytes: an artifact for a GPU, a package for a CPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class OtherProcessor(Exception):
-    """Machine code for a CPU with instructions that this one lacks."""
+    """The machine code needs CPU instructions that this CPU lacks."""
 
 
 class Artifact:
-    """What `standalone_compile` makes, fresh or loaded."""
+    """An artifact of `standalone_compile`, just compiled or loaded."""
 
     def __init__(self, artifact: Any) -> None:
         self._artifact = artifact
@@ -38,7 +38,7 @@ class Artifact:
         return self._artifact(*tensors)
 
     def to_bytes(self) -> bytes:
-        # Torch writes artifacts to paths only.
+        # torch can save an artifact only to a path.
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
             path = Path(folder, "artifact")
             self._artifact.save(path=str(path), format="binary")
@@ -54,7 +54,7 @@ class Artifact:
             if (shorter := folded(module)) is not None:
                 with tracing_once():
                     return cls(_compiled(shorter))
-        except Exception as error:  # not every torch takes every subgraph, or has what finding them needs
+        except Exception as error:  # some torch versions refuse some subgraphs, or lack a name that finding them needs
             log.info("A graph is compiled in one piece: %s: %s", type(error).__name__, error)
         return cls(_compiled(module))
 
@@ -68,11 +68,11 @@ class Artifact:
 
 def _compiled(module: torch.fx.GraphModule) -> Any:
     for node in chain.from_iterable(m.graph.nodes for m in module.modules() if isinstance(m, torch.fx.GraphModule)):
-        # Inductor's cache keys on these; with real tensors in their place two widths got one key.
+        # Inductor's cache key includes these values. With real tensors instead, two widths got the same key.
         if node.meta.get("val") is not None:
             node.meta["example_value"] = node.meta["val"]
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-    # Without it (torch 2.8, 2.9) the artifact is a set of cache entries, with it one self-contained callable.
+    # With `aot`, the artifact is one self-contained callable; without it (torch 2.8, 2.9), a set of cache entries.
     compiler = standalone_compile.get()
     ahead_of_time = {"aot": True} if "aot" in inspect.signature(compiler).parameters else {}
     with preferences():
@@ -80,10 +80,10 @@ def _compiled(module: torch.fx.GraphModule) -> Any:
 
 
 class AotiPackage:
-    """What AOTInductor makes: a package (.pt2) around a shared library.
+    """A package (.pt2) of AOTInductor, which holds a shared library.
 
-    The library is built for the processor it is built on ("-march=native"), so its bytes name that one's
-    instruction sets.
+    The compiler builds the library for the processor that it runs on ("-march=native"), so the bytes name that
+    processor's instruction sets.
     """
 
     _PACKAGE, _FEATURES = "graph.pt2", "cpu_features"
@@ -100,7 +100,7 @@ class AotiPackage:
 
     @classmethod
     def compile(cls, exported: ExportedRegion) -> AotiPackage:
-        # AOTInductor writes into this setting; a dictionary of this compile's own takes it.
+        # AOTInductor writes into this setting, so each compile gets a dictionary of its own.
         with (
             settings({"aot_inductor.metadata": {}}),
             tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder,
@@ -115,7 +115,7 @@ class AotiPackage:
 
     @classmethod
     def load(cls, data: bytes) -> AotiPackage:
-        """Raises OtherProcessor if this one cannot run it."""
+        """Load a package. Raises OtherProcessor if this processor cannot run it."""
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if missing := set(archive.read(cls._FEATURES).decode().split()) - _cpu_features():
                 raise OtherProcessor(f"built for a CPU with {min(missing)}, which this one lacks")
@@ -125,7 +125,7 @@ class AotiPackage:
 
 @lru_cache(maxsize=1)
 def _cpu_features() -> frozenset[str]:
-    """Return the instruction sets that the operating system names, or the processor's name as the only one."""
+    """Return the instruction sets that the operating system names, or else only the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

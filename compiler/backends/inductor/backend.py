@@ -1,9 +1,9 @@
-"""Torch's Inductor: through `standalone_compile` for GPUs, through AOTInductor for CPUs.
+"""Torch's Inductor: `standalone_compile` compiles for GPUs, and AOTInductor for CPUs.
 
-Both compile one graph ahead of time, with no Dynamo guards and no cache keyed on anything but what we pass in.
-`standalone_compile` gives an artifact that carries its GPU kernels, and other projects ship on it. For a CPU the
-same artifact carries only sources, so that a new process would run the C++ compiler again; AOTInductor gives a
-shared library, which loads in milliseconds. (On GPUs its packages crash on some Linux distributions.)
+Both compile one graph ahead of time, without Dynamo guards, and their caches depend only on what we pass in.
+`standalone_compile` makes an artifact that contains its GPU kernels, and other projects use it in production. For a
+CPU, the same artifact contains only sources, so a new process would run the C++ compiler again. AOTInductor makes a
+shared library, which loads in milliseconds, but its packages for GPUs crash on some Linux distributions.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LAUNCHES = threading.Lock()
 
 @contextmanager
 def launching_by_address() -> Iterator[None]:
-    """Have kernels that this thread launches given the addresses of tensors, which are not looked up then.
+    """Pass addresses instead of tensors to the kernels that this thread launches.
 
-    Given a tensor, a launcher asks CUDA whose memory it is. While a call is recorded, CUDA's asynchronous allocator
-    hands out addresses that have no memory yet, and the question ends the capture ("invalid argument").
-    Raises MissingName where torch has no such launcher: nothing must be recorded then.
+    A launcher that gets a tensor asks CUDA whose memory it is. During a capture, CUDA's asynchronous allocator hands
+    out addresses that have no memory yet, and that question ends the capture ("invalid argument").
+    Raises MissingName if this torch has no such launcher. Then nothing may be captured.
     """
     launcher, thread = CachingAutotuner.get(), threading.get_ident()
 
@@ -104,7 +104,7 @@ class InductorBackend:
 
 
 def _inductor_version() -> str:
-    """Return what tells the code of this Inductor from others."""
+    """Return a version that changes whenever Inductor's code does."""
     try:
         return torch_key.get()().hex()[:16]
     except MissingName:
@@ -129,7 +129,7 @@ def _has_triton() -> bool:
 
 
 def find_cpp_compiler() -> str | None:
-    """Return the C++ compiler that Inductor takes, None if there is none, or "" if this torch does not tell."""
+    """Return the C++ compiler that Inductor uses, None if there is none, or "" if this torch does not say."""
     try:
         find, none_found = get_cpp_compiler.get(), InvalidCxxCompiler.get()
     except MissingName:

@@ -1,9 +1,9 @@
 """Inductor with the matrix products of large linear layers in float8: faster on Ada and Hopper, and less exact.
 
-Both factors of a product are rounded to float8 in the graph, at every call, each row by a scale of its own
-(Micikevicius et al., FP8 Formats for Deep Learning, 2022). So weights stay what and where they are: a LoRA shows in the
-next step, and no second copy of a model has to be kept or kept up to date. That is also why torchao's quantised tensors
-do not serve here; they replace a model's weights. Rounding a weight costs as much as a thousand rows gain, or more.
+The graph rounds both factors of a product to float8 at every call, and each row has a scale of its own (Micikevicius et
+al., FP8 Formats for Deep Learning, 2022). So the weights stay unchanged: a LoRA takes effect in the next step, and
+nobody keeps a second copy of the model up to date. torchao's quantised tensors replace a model's weights, so they
+cannot be used here. Rounding a weight costs as much time as a thousand rows save, or more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEWEST_WEIGHTS = 2**20
 FEWEST_ROWS = 512
 """Rows of the smallest product that is quantized, in the example that a graph is traced with.
 
-An image of 1024x1024 has seven times as many there, texts have tens.
+In that example, an image of 1024x1024 has seven times as many rows, and texts have tens of rows.
 """
 OLDEST_CAPABILITY = (8, 9)
 
@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 
 
 class Float8Executable:
-    """An executable that knows whether any of its products are rounded: if none is, it has to be as exact as any."""
+    """An executable that knows whether any of its products is rounded. If none is, it must be as exact as any other."""
 
     def __init__(self, executable: Executable, is_rounded: bool) -> None:
         self._executable = executable
@@ -66,7 +66,7 @@ class Float8Backend(InductorBackend):
 
 
 def quantize_linears(module: fx.GraphModule) -> int:
-    """Have large linear layers of a graph multiply in float8; return how many.
+    """Make the large linear layers of a graph multiply in float8. Return how many there are.
 
     Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
     """
@@ -100,7 +100,7 @@ def _product(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None)
     rows, row_scales = _rounded(graph, _node(graph, _aten.reshape.default, x, [-1, inputs]))
     columns, column_scales = _rounded(graph, weight)
     columns, column_scales = (_node(graph, _aten.t.default, each) for each in (columns, column_scales))
-    # Rows with scales of their own come out as bfloat16 from all kernels, and as float16 from some.
+    # With a scale per row, every kernel can return bfloat16, but only some can return float16.
     options = (None, None, torch.bfloat16, True)
     result = _node(graph, scaled_mm.get(), rows, columns, row_scales, column_scales, *options)
     result = _node(graph, _aten.to.dtype, result, like.dtype)
@@ -111,7 +111,7 @@ def _product(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None)
 
 
 def _rounded(graph: fx.Graph, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return [n, k] as float8, and what to multiply its rows with: [n, 1]."""
+    """Return [n, k] as float8, and the factors that scale its rows back: [n, 1]."""
     wide = _node(graph, _aten.to.dtype, rows, torch.float32)
     largest = _node(graph, _aten.amax.default, _node(graph, _aten.abs.default, wide), [1], True)
     limit = torch.finfo(DTYPE).max
@@ -121,7 +121,7 @@ def _rounded(graph: fx.Graph, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _node(graph: fx.Graph, target: Any, first: fx.Node, *others: Any) -> fx.Node:
-    """Add a call, with what it gives for fake tensors."""
+    """Add a call, and compute its value for fake tensors."""
     node = graph.call_function(target, (first, *others))
     with fake_mode(first.meta["val"]):
         values = fx.map_arg(node.args, lambda each: each.meta["val"])

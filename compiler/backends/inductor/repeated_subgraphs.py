@@ -1,7 +1,7 @@
-"""Equal stretches of one graph, folded into calls of a single subgraph, so that Inductor compiles them once.
+"""Equal stretches of one graph become calls of a single subgraph, so Inductor compiles them only once.
 
-A transformer of ten equal blocks is one region: between its blocks nothing is for the host to do, and kernels fuse
-across them. But what Inductor takes grows with every node, and nine of the ten tell it nothing new.
+A transformer of ten equal blocks is one region: the host does nothing between its blocks, and kernels fuse across
+them. But Inductor's compile time grows with every node, and nine of the ten blocks tell it nothing new.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ...common.torch_compat import (
 )
 
 FEWEST = 4
-"""Equal stretches that are worth folding."""
+"""At least this many equal stretches are worth folding."""
 SHORTEST = 12
-"""Operators in a stretch."""
+"""A stretch has at least this many operators."""
 _NAME = "repeated"
 _FIRST = frozenset({torch.ops.aten.linear.default})
-"""What a stretch begins with: a matrix product ends what can be fused anyway, so that a cut before it costs nothing."""
+"""A stretch begins with one of these. A matrix product ends a fused kernel anyway, so a cut before it is free."""
 
 _HANDING_ON = frozenset({torch.ops.aten.dropout.default})
-"""Returns what it is given, which its fake tensors do not show."""
+"""Operators that may return their input itself. Their fake tensors do not show that."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class RepeatedSpan:
 
     nodes: tuple[fx.Node, ...]
     operands: tuple[fx.Node, ...]
-    """What it takes from before, in the order of use."""
+    """The earlier nodes that it reads, in order of use."""
     results: tuple[int, ...]
-    """Which of its nodes others use."""
+    """Indices of its nodes that later nodes read."""
     form: Any
-    """What two stretches have in common that compute the same function of their operands."""
+    """Equal for two stretches that compute the same function of their operands."""
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> RepeatedSpan:
@@ -64,7 +64,7 @@ class RepeatedSpan:
         return cls(tuple(nodes), tuple(operands), results, form)
 
     def is_pure(self) -> bool:
-        """Whether it writes to nothing, and hands on only what it has made itself: no two names for one memory."""
+        """Whether it writes to no tensor, and returns only new tensors, each with memory of its own."""
         if any(is_mutable(node.target) for node in self.nodes):
             return False
         results = [self.nodes[place] for place in self.results]
@@ -79,10 +79,11 @@ class RepeatedSpan:
 
 
 def folded(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return an equal module in which a repeated stretch is a subgraph of its own, or None if it has none.
+    """Return an equal module with the repeated stretch as a subgraph, or None if no stretch is repeated.
 
-    The subgraph is called by `torch.ops.higher_order.invoke_subgraph`, as `torch.compiler.nested_compile_region`
-    does it. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
+    The module calls the subgraph through `torch.ops.higher_order.invoke_subgraph`, as
+    `torch.compiler.nested_compile_region` does. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves
+    them.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -93,12 +94,12 @@ def folded(module: fx.GraphModule) -> fx.GraphModule | None:
     symbols = _symbol_nodes(graph, stretches[0]) if stretches else None
     if symbols is None:
         return None
-    twin = fx.GraphModule(module, graph)
-    twin.add_submodule(_NAME, fx.GraphModule(module, _subgraph(stretches[0], symbols)))
+    result = fx.GraphModule(module, graph)
+    result.add_submodule(_NAME, fx.GraphModule(module, _subgraph(stretches[0], symbols)))
     _call_instead(graph, stretches, symbols)
     graph.lint()
-    twin.recompile()
-    return twin
+    result.recompile()
+    return result
 
 
 _SCHEMAS = threading.Lock()
@@ -106,15 +107,16 @@ _SCHEMAS = threading.Lock()
 
 @contextmanager
 def tracing_once() -> Iterator[None]:
-    """While this thread compiles what `folded` made, have torch ask once what the subgraph does to its operands.
+    """While this thread compiles a folded module, make torch trace the subgraph only once to find what it writes to.
 
-    It asks for every call, twice, and each time traces the subgraph to see whether it writes to what it is given
-    (`InvokeSubgraphHOP.gen_schema`): a third of the compile of a transformer of ten blocks, with torch 2.12 and older.
-    Here every call is of the same subgraph, with operands of the same form, and that writes to none of them.
+    torch asks twice for every call, and each time traces the subgraph to see whether it writes to its operands
+    (`InvokeSubgraphHOP.gen_schema`). With torch 2.12 and older, this takes a third of the compile time of a transformer
+    of ten blocks. Here one answer is enough: every call is of the same subgraph, its operands have the same form, and
+    it writes to none of them.
     """
     try:
         invoke_subgraph_gen_schema.get()
-    except MissingName:  # then nothing is asked that could be asked once
+    except MissingName:  # this torch does not trace it for that
         yield
         return
     operators, thread, schemas = type(invoke_subgraph.get()), threading.get_ident(), {}
@@ -136,7 +138,7 @@ def tracing_once() -> Iterator[None]:
 
 
 def _repeated(nodes: list[fx.Node]) -> list[RepeatedSpan]:
-    """Return the equal stretches that follow each other, or nothing."""
+    """Return equal stretches that follow one another, or an empty list."""
     period, begin, end = _longest_run([_loose_form(node) for node in nodes])
     for first in range(begin, min(begin + period, end)):
         cuts = range(first, end - period + 1, period)
@@ -150,7 +152,7 @@ def _repeated(nodes: list[fx.Node]) -> list[RepeatedSpan]:
 
 
 def _longest_run(forms: list[Any]) -> tuple[int, int, int]:
-    """Return a period, and begin and end of the longest run in which each form is that of one period before."""
+    """Return a period, and the begin and end of the longest run that repeats with that period."""
     best = (1, 0, 0)
     for period in range(SHORTEST, len(forms) // FEWEST + 1):
         length = 0
@@ -162,7 +164,7 @@ def _longest_run(forms: list[Any]) -> tuple[int, int, int]:
 
 
 def _loose_form(node: fx.Node) -> Any:
-    """What nodes in the same place of equal stretches have in common, whatever they take."""
+    """Return what nodes at the same place of equal stretches have in common, whatever their arguments are."""
     return node.target, str(fx.map_arg((node.args, node.kwargs), lambda _: "a node")), _form(node)
 
 
@@ -178,9 +180,9 @@ def _memory(value: torch.Tensor) -> int:
 
 
 def _symbol_nodes(graph: fx.Graph, stretch: RepeatedSpan) -> list[fx.Node] | None:
-    """Return nodes for the sizes that the operands' shapes are made of; None if one of them is no size of an input.
+    """Return nodes for the symbols in the operands' shapes, or None if one of them is not the size of an input.
 
-    The subgraph takes them as operands: Inductor does not read `h` and `w` off a dimension of `h * w`.
+    The subgraph takes these nodes as operands, because Inductor cannot derive `h` and `w` from a dimension of `h * w`.
     """
     wanted = {str(symbol) for node in stretch.operands for symbol in _symbols(node.meta["val"])}
     found: dict[str, fx.Node] = {}
@@ -215,7 +217,7 @@ def _subgraph(stretch: RepeatedSpan, symbols: list[fx.Node]) -> fx.Graph:
 
 
 def _call_instead(graph: fx.Graph, stretches: list[RepeatedSpan], symbols: list[fx.Node]) -> None:
-    """Put calls of the subgraph in the place of the stretches."""
+    """Replace the stretches by calls of the subgraph."""
     now: dict[fx.Node, fx.Node] = {}
     for stretch in stretches:
         operands = [now.get(node, node) for node in stretch.operands]

@@ -1,7 +1,6 @@
-"""What Inductor is told to choose otherwise than it does by itself, as far as this torch lets itself be told.
+"""Choices that we make for Inductor, if this torch allows it.
 
-All of it makes graphs faster, and none of it is needed: where torch lacks a name or has changed one, Inductor chooses
-by itself.
+They only make graphs faster. If torch lacks one of the names or has changed it, Inductor makes its own choice.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ from ...common.torch_compat import InductorChoices, ReductionHint, inductor_conf
 log = logging.getLogger(__name__)
 
 LONGEST_ROW = 4096
-"""Rows of up to so many values are reduced in registers."""
+"""Kernels reduce rows of up to this many values in registers."""
 LONGEST_HEAD = 256
-"""Likewise rows that do not follow each other in memory, such as one head of a query."""
+"""The same limit for rows that are not adjacent in memory, such as one head of a query."""
 
 
 @contextmanager
 def preferences() -> Iterator[None]:
-    """While a graph is compiled, choose otherwise than Inductor does by itself.
+    """Replace some of Inductor's choices while a graph is compiled.
 
-    It keeps rows of up to 1,024 values in registers while it normalises them, and reads longer ones twice. Those of
-    transformers have up to 4,096, and take 5.9 us where they took 10.1 (2,048 rows of 1,280 in fp16 on an H200). Of
-    heads, whose rows do not follow each other, it keeps 64 values, and they have 128.
+    By default, Inductor keeps rows of up to 1,024 values in registers while it normalises them, and reads longer rows
+    twice. Transformers have rows of up to 4,096 values. In registers, 2,048 rows of 1,280 in fp16 take 5.9 us instead
+    of 10.1 us on an H200. For heads, whose rows are not adjacent in memory, Inductor's limit is 64 values, but heads
+    have 128.
 
-    It times two forms of each kernel that goes value by value, at a graph's example sizes, which are small, and while
-    other graphs are compiled on the same GPU. The form that reads neighbours at once is the faster one at real sizes;
-    the other was taken by chance now and then, and took up to 2.5 times as long. Only a kernel that reads what are
-    no neighbours, as rotary embeddings do, can be twice as fast in that one, and is still timed.
+    By default, Inductor also times two forms of each pointwise kernel, at a graph's small example sizes and while other
+    graphs compile on the same GPU. The form that reads adjacent values at once is faster at real sizes, but now and
+    then chance selected the other one, which took up to 2.5 times as long. That other form can be twice as fast only
+    for a kernel that reads values that are not adjacent, as rotary embeddings do. Such kernels are still timed.
     """
     with ExitStack() as stack:
         choices = [_LongerRows]
@@ -46,14 +46,14 @@ def preferences() -> Iterator[None]:
 
 @contextmanager
 def settings(changes: Mapping[str, Any]) -> Iterator[None]:
-    """Give settings of Inductor other values for a while, and leave those alone that this torch does not have."""
+    """Change settings of Inductor for a while. If this torch lacks one of them, change none."""
     with ExitStack() as stack:
         _entered(stack, lambda: inductor_config.get().patch(dict(changes)))
         yield
 
 
 def _entered(stack: ExitStack, context: Callable[[], AbstractContextManager[Any]]) -> bool:
-    """Enter what `context` makes, if it can be made and entered; return whether it could."""
+    """Make a context and enter it. Return whether both worked."""
     try:
         stack.enter_context(context())
     except Exception as error:
@@ -68,7 +68,7 @@ def _go_without(error: Exception) -> None:
 
 @lru_cache
 def _say_once(reason: str) -> None:
-    """Say it for the first of thousands of kernels."""
+    """Log a reason once, and not for each of thousands of kernels."""
     log.info("Inductor chooses by itself: %s", reason)
 
 
@@ -77,7 +77,7 @@ def _made_of(choices: list[type]) -> Any:
 
 
 class _LongerRows:
-    """Reduces longer rows in registers. To go before Inductor's own choices in a class's bases."""
+    """Reduces longer rows in registers. A mixin that comes before Inductor's own choices in a class's bases."""
 
     def should_use_persistent_reduction(self, features: Any, *args: Any, **kwargs: Any) -> bool:
         if super().should_use_persistent_reduction(features, *args, **kwargs):
@@ -90,11 +90,11 @@ class _LongerRows:
 
 
 class _OneForm:
-    """Times two forms only of kernels that gather. Needs the setting `triton.autotune_pointwise` to be patched."""
+    """Times two forms only of kernels that gather. The caller must have patched `triton.autotune_pointwise`."""
 
     def triton_kernel_kwargs(self, kernel: type, features: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
-            inductor_config.get().triton.autotune_pointwise = _gathers(features)  # this kernel's code is written next
+            inductor_config.get().triton.autotune_pointwise = _gathers(features)  # Inductor generates this kernel next
         except Exception as error:
             _go_without(error)
         return super().triton_kernel_kwargs(kernel, features, *args, **kwargs)
@@ -107,6 +107,6 @@ def _fits_in_registers(features: Any) -> bool:
 
 
 def _gathers(features: Any) -> bool:
-    """Whether a kernel reads values that lie apart in memory, though it computes with them one after the other."""
+    """Whether a kernel reads values that are not adjacent in memory, but computes with them one after the other."""
     reads = chain.from_iterable(node.read_writes.reads for node in features.scheduler_nodes())
     return any(not read.stride1_for_last_dim() for read in reads if hasattr(read, "stride1_for_last_dim"))

@@ -21,7 +21,7 @@ _OF_OLDER_COPIES = frozenset({"entrance.Entrance", "entrance.CodingEntrance"})
 
 def clone_without_ours(patcher: Any) -> Any:
     """Return a clone without what an earlier node of ours put into the patcher: the later node decides."""
-    clone = comfy_compat.clone_with_weights_in_place(patcher)
+    clone = patcher.clone()
     clone.model_options = _own_containers(patcher.model_options)
     comfy_compat.forget_samplings(clone, CALLBACKS_KEY)
     for name, patch in list(clone.object_patches.items()):

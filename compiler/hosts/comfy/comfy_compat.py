@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 MANAGEMENT = "comfy.model_management"
+MEMORY = "comfy.memory_management"
+VBAR = "comfy_aimdo.model_vbar"
+"""Pages of GPU memory that hold a model's weights while there is room (comfy-aimdo)."""
 
 MODULE_NAMES = {
     f"{MANAGEMENT}.get_torch_device": "the first CUDA device, or the CPU, is warmed up and named by the doctor",
@@ -26,6 +29,15 @@ MODULE_NAMES = {
     "comfy.model_patcher.ModelPatcher": "weights keep their memory format",
     "comfy.patcher_extension.CallbacksMP": "no CUDA graphs, no DeepCache; each call is looked at",
     "comfy.utils.ProgressBar": "no progress bar",
+    f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
+    "comfy.ops.cast_bias_weight": "weights that are moved or changed at each call keep their regions eager",
+    "comfy.ops.cast_modules_with_vbar": "weights that are streamed keep their regions eager",
+    "comfy.ops.resolve_cast_module_with_vbar": "weights that are streamed keep their regions eager",
+    "comfy.model_prefetch.cleanup_prefetched_modules": "weights that are streamed keep their regions eager",
+    f"{VBAR}.vbar_fault": "weights that are streamed keep their regions eager",
+    f"{VBAR}.vbar_unpin": "weights that are streamed keep their regions eager",
+    f"{VBAR}.vbar_signature_compare": "weights that are streamed keep their regions eager",
+    f"{MANAGEMENT}.stream_counters": "weights that are streamed are not brought ahead of their region",
     "comfy.cli_args.args": "worker processes start with ComfyUI's defaults",
     "folder_paths.get_user_directory": "the store is in the folder of models",
     "folder_paths.models_dir": "the store is in the current user's home",
@@ -172,10 +184,39 @@ def extension_folders() -> list[str]:
     return list(get("custom_nodes")) if get else []
 
 
-def clone_with_weights_in_place(patcher: Any) -> Any:
-    """Return a clone. Newer versions stream weights behind a model's back unless a clone asks them not to."""
-    options = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(patcher.clone).parameters else {}
-    return patcher.clone(**options)
+def is_streamed(patcher: Any) -> bool:
+    """Whether a patcher leaves weights in their files and brings each layer's to the GPU when it runs (0.18 on)."""
+    return bool(getattr(patcher, "is_dynamic", bool)())
+
+
+def streams_weights() -> bool:
+    """Whether patchers of this process may do so."""
+    return bool(find(f"{MEMORY}.aimdo_enabled"))
+
+
+def set_streams_weights(value: bool) -> None:
+    """Say in a process of our own whether patchers of ComfyUI's process may do so: layers are built accordingly."""
+    if find(f"{MEMORY}.aimdo_enabled") is not None:
+        importlib.import_module(MEMORY).aimdo_enabled = value
+
+
+def can_stream() -> bool:
+    """Whether this ComfyUI has all functions by which streamed weights can be brought for a graph."""
+    names = ("cast_modules_with_vbar", "resolve_cast_module_with_vbar")
+    needs = [*(f"comfy.ops.{name}" for name in names), "comfy.model_prefetch.cleanup_prefetched_modules"]
+    needs += [f"{VBAR}.{name}" for name in ("vbar_fault", "vbar_unpin", "vbar_signature_compare")]
+    return all(find(name) is not None for name in needs)
+
+
+def wait_for_stream(device: torch.device, stream: Any) -> None:
+    """Have what is launched on a device from now on wait for another stream."""
+    if stream is not None:
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def can_bring_ahead() -> bool:
+    """Whether weights can come over a stream of their own, and whoever uses that stream meanwhile is seen."""
+    return bool(find(f"{MANAGEMENT}.stream_counters"))
 
 
 def announces_samplings(patcher: Any = None) -> bool:

@@ -20,7 +20,7 @@ from ...identity.graph_spec import GraphIdentity
 from ...identity.regions import Region, find_regions, is_torch_compiled
 from ...runtime.channels_last_weights import ChannelsLastWeights
 from ...runtime.compiled_model import CompiledModel, Options
-from ...runtime.cuda_graph import can_capture
+from ...runtime.cuda_graph import can_capture, capture_within
 from ...runtime.graph_supply import CannotCallAhead
 from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
 from ...runtime.region_kinds import Target
@@ -213,7 +213,7 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
         tidy_after(each, target.network, each.method)
     if target.prefix and comfy_compat.announces_samplings(target.patcher):
         _announce_samplings(target, built)
-        _arrange_weights(target, chosen)
+        _arrange_weights(target, chosen, built)
         if request.capture and chosen.backend.capture_context is not None:
             _replay_steps(target, chosen, built)
     play()
@@ -226,10 +226,12 @@ def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
         _call_around_samplings(target, sampling.begin, sampling.end)
 
 
-def _arrange_weights(target: PatchedNetwork, chosen: Chosen) -> None:
+def _arrange_weights(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
     """Have the weights of convolutions in channels_last while the model samples."""
     if target.device.type in HOST.channels_last_on and any(HOST.uses_channels_last(r.module) for r in chosen.regions):
         arrangement = ChannelsLastWeights(target.network, target.device)
+        if comfy_compat.is_streamed(target.patcher):
+            arrangement = built.compiled.weights.channels_last
         _call_around_samplings(target, arrangement.begin, arrangement.end)
 
 
@@ -243,9 +245,9 @@ def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
         return
     if not type(network).__module__.startswith("comfy.") or any(map(is_torch_compiled, network.modules())):
         return
-    entrance.step_replay = replay = StepReplay(
-        network, HOST, target.device, built.compiled.counters, within=chosen.backend.capture_context
-    )
+    compiled, capture = built.compiled, capture_within(chosen.backend.capture_context)
+    replay = StepReplay(network, HOST, target.device, compiled.counters, capture, compiled.weights)
+    entrance.step_replay = replay
     _call_around_samplings(target, None, SamplingEnd(replay, built.status))
 
 

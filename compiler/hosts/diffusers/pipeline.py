@@ -1,8 +1,8 @@
 """Compiled regions in diffusers' pipelines.
 
-A pipeline's networks are compiled in place: people pass pipelines around, move them, and let diffusers, PEFT and
-accelerate change them. So each region looks, call by call, whether it is still what it was (see `region_forward`).
-A network that two pipelines share is compiled once.
+This module compiles a pipeline's networks in place, because people pass pipelines around and move them, and let
+diffusers, PEFT and accelerate change them. So each region checks at every call whether it has changed (see
+`region_forward`). A network that two pipelines share is compiled once.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _OTHER_PARTS = ("safety_checker",)
 
 @dataclass(frozen=True)
 class Options:
-    """What `compile_pipe` can be told besides what to leave out."""
+    """Settings of `compile_pipe` besides the parts that it leaves out."""
 
     verify: bool = True
     """Compare each graph with eager on its first call, and use it only if they agree."""
     text_encoders: bool = False
-    """Compile text and image encoders as well. They run once an image."""
+    """Compile text and image encoders too. They run only once per image."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class LoadedPart:
     regions: int
     """Kinds of region."""
     loaded: int
-    """Kinds that are served from the files now."""
+    """Kinds that graphs of the files serve now."""
     waiting: int
-    """Graphs for other regions than the part has now: another dtype or device, to which it may yet go."""
+    """Graphs that fit no region now. They are for another dtype or device, and the part may still move there."""
 
 
 @lru_cache(maxsize=1)
 def registry() -> Registry:
-    """Return this process's registry. COMPILED_GRAPHS_STORE names its store, else it is in the user's cache folder."""
+    """Return this process's registry. Its store is COMPILED_GRAPHS_STORE, by default in the user's cache folder."""
     return Registry(GraphCache(open_store(os.environ.get("COMPILED_GRAPHS_STORE") or str(_default_folder()))))
 
 
@@ -101,10 +101,10 @@ def compile_pipe(
 ) -> Any:
     """Compile the repeated blocks of a pipeline's networks, in place; return the pipeline.
 
-    Graphs are made when a network first runs, or by `save_pipe`; each serves any size and batch. `ignores` names
-    parts or prefixes of their names, such as "vae" or "vae.encoder". Parts that are None, have no blocks to compile
-    or were compiled by `torch.compile` are left as they are. Raises TypeError for what is no pipeline, and
-    ValueError for a backend that cannot run here or weights that were never loaded.
+    A network's graphs are made when it first runs, or by `save_pipe`. Each graph serves any size and batch. `ignores`
+    names parts or prefixes of their names, such as "vae" or "vae.encoder". Parts stay as they are if they are None,
+    have no blocks to compile, or were compiled by `torch.compile`. Raises TypeError if `pipe` is not a pipeline, and
+    ValueError if the backend cannot run here or the weights were never loaded.
     """
     options = options or Options()
     for name, network in _parts(pipe, ignores, options):
@@ -119,7 +119,7 @@ def compile_module(module: nn.Module, *, backend: str = "auto", options: Options
 
 
 def restore_pipe(pipe: Any) -> Any:
-    """Take out what `compile_pipe` or `load_pipe` put into a pipeline. What another pipeline shares stays compiled."""
+    """Undo `compile_pipe` and `load_pipe`. Networks that another compiled pipeline shares stay compiled."""
     for _, network, part in _compiled_parts(pipe):
         part.owners -= {pipe, network}
         if not part.owners:
@@ -136,9 +136,9 @@ def save_pipe(
 ) -> list[SavedPart]:
     """Write the graphs of a pipeline to a folder, one file for each part; return what was written.
 
-    Needs no run before it: what is not compiled yet is compiled now, from the networks' own configs. Variants that
-    runs used are saved too. Other files of the folder stay. Raises FileExistsError without `overwrite`, and
-    ValueError if there is nothing to save; no folder is made then.
+    The pipeline need not have run before: this function compiles missing graphs now, from the networks' own configs.
+    It also saves the variants that earlier runs used. Other files in the folder stay. Raises FileExistsError if a file
+    exists and `overwrite` is false. Raises ValueError if there is nothing to save, and makes no folder then.
     """
     ignores, folder = tuple(ignores), Path(dir)
     if not any(_compiled_parts(pipe, ignores)):
@@ -162,11 +162,12 @@ def load_pipe(
     ignores: Iterable[str] = (),
     options: Options | None = None,
 ) -> list[LoadedPart]:
-    """Use the graphs of a folder that `save_pipe` wrote, compiled or not before; return what was found for each part.
+    """Use the graphs of a folder that `save_pipe` wrote; return what was found for each part.
 
-    Nothing is traced or compiled. Graphs of other dtypes or devices wait for when the pipeline goes there. Files from
-    another machine, which may not run here, are the list of what is compiled instead. Raises FileNotFoundError for a
-    folder that is not there, and GraphFileError for one without graph files, or with none for this pipeline.
+    The pipeline may be compiled already, or not. Graphs of this machine load without tracing or compiling. Graphs for
+    another dtype or device wait until the pipeline moves there. Files from another machine may not run here, so this
+    function compiles the graphs that they list. Raises FileNotFoundError if there is no such folder, and
+    GraphFileError if the folder has no graph files, or none for this pipeline.
     """
     options = options or Options()
     stored, listed, backend = _read(Path(dir))
@@ -183,9 +184,9 @@ def load_pipe(
 
 
 def warmup(pipe: Any, sizes: Iterable[tuple[int, int]], **arguments: Any) -> None:
-    """Make one-step images of the given (height, width) in pixels, so that the first real ones wait for nothing.
+    """Make one-step images of the given (height, width) in pixels, so that the first real images need not wait.
 
-    `arguments` go to the pipeline; a prompt is made up if it takes one and gets none.
+    `arguments` go to the pipeline. A pipeline that takes a prompt and gets none runs with an empty one.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
     if "prompt" in accepted and not {"prompt", "prompt_embeds"} & arguments.keys():
@@ -196,30 +197,30 @@ def warmup(pipe: Any, sizes: Iterable[tuple[int, int]], **arguments: Any) -> Non
 
 
 def summaries(pipe: Any) -> dict[str, Summary]:
-    """Return how things stand, for each compiled part of a pipeline."""
+    """Return a summary of each compiled part of a pipeline."""
     return {name: part.compiled.summary() for name, _, part in _compiled_parts(pipe)}
 
 
 class Part:
-    """What was put into one network."""
+    """The compiled state of one network: its regions, and how to take them out again."""
 
     def __init__(self, name: str, compiled: CompiledModel, force_upcast: bool) -> None:
         self.compiled = compiled
         self.owners: weakref.WeakSet = weakref.WeakSet()
-        """Pipelines that had it compiled."""
+        """Pipelines that asked to compile the network."""
         self._name = name
         self._force_upcast = force_upcast
         self._ours: list[tuple[weakref.ref, Callable]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a network is not compiled."""
+        """Copy nothing: a copy of a network is not compiled."""
 
     def __reduce__(self) -> tuple:
-        """A network that was pickled is not compiled."""
+        """Pickle as None: a network from a pickle is not compiled."""
         return type(None), ()
 
     def install(self, network: nn.Module, entrance: NetworkWrapper) -> None:
-        """Put compiled regions into the network, and around them what tells them which call is running."""
+        """Install the compiled regions, and the wrapper of the network that tells them which call is running."""
         for path, forward in self.compiled.forwards().items():
             self._replace(network.get_submodule(path), forward)
         entrance.inner = network.__dict__.get("forward")
@@ -227,7 +228,7 @@ class Part:
         setattr(network, STATE, self)
 
     def uninstall(self, network: nn.Module) -> None:
-        """Take them out again."""
+        """Put the original forwards back."""
         for reference, ours in reversed(self._ours):
             if (module := reference()) is not None:
                 _put_back(module, ours)
@@ -235,11 +236,11 @@ class Part:
         network.__dict__.pop(STATE, None)
 
     def all_graphs(self, network: nn.Module) -> list[CompiledGraph]:
-        """Return the graphs in use, after compiling what the network's pipelines are known to ask for."""
+        """Compile the graphs that the network's pipelines are known to need. Return these and all others in use."""
         graphs = _prepared(self._name, self.compiled, network)
         if self._force_upcast and any(p.dtype == torch.float16 for p in network.parameters()):
-            twin = weightless_copy(network, HOST, _in_float32)
-            graphs += _prepared(f"{self._name} in float32", self.compiled.like(twin, find_regions(twin)), twin)
+            upcast = weightless_copy(network, HOST, _in_float32)
+            graphs += _prepared(f"{self._name} in float32", self.compiled.like(upcast, find_regions(upcast)), upcast)
         return list({graph.key: graph for graph in graphs}.values())
 
     def _replace(self, module: nn.Module, ours: Callable) -> None:
@@ -270,7 +271,7 @@ def _log_progress(progress: Progress) -> None:
 
 
 def _parts(pipe: Any, ignores: Iterable[str], options: Options) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the networks of a pipeline that may be compiled, by the names by which they can be ignored."""
+    """Yield the networks of a pipeline that may be compiled, with the names that `ignores` takes."""
     components = getattr(pipe, "components", None)
     if not isinstance(components, Mapping):
         raise TypeError(f"{type(pipe).__name__} is no diffusers pipeline; for a single network there is compile_module")
@@ -292,7 +293,7 @@ def _compiled_parts(pipe: Any, ignores: Iterable[str] = ()) -> Iterator[tuple[st
 
 
 def _networks(component: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is called as a whole: a VAE's two halves, each of several ControlNets, or the component itself."""
+    """Yield the networks that pipelines call: both halves of a VAE, each of several ControlNets, or the component."""
     halves = {half: getattr(module, half, None) for half in ("encoder", "decoder")}
     if component.startswith(("vae", "movq", "vqgan")) and any(isinstance(half, nn.Module) for half in halves.values()):
         yield from ((f"{component}.{n}", half) for n, half in halves.items() if isinstance(half, nn.Module))
@@ -333,7 +334,7 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
 
 
 def _schedules(owners: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the timesteps of the pipelines' schedules: each run of a pipeline makes new ones."""
+    """Return the timesteps of the pipelines' schedulers. Each run of a pipeline makes a new tensor."""
     found = (getattr(getattr(owner, "scheduler", None), "timesteps", None) for owner in list(owners))
     return [timesteps for timesteps in found if isinstance(timesteps, torch.Tensor)]
 
@@ -352,7 +353,7 @@ def _forces_upcast(pipe: Any, name: str) -> bool:
 
 
 def _execution_device(network: nn.Module, owner: Any) -> torch.device:
-    """Return where a network runs: an offloaded one's weights lie elsewhere."""
+    """Return the device on which a network runs. The weights of an offloaded network are on another one."""
     own = next(network.parameters()).device
     if own.type == "meta" and not any("_hf_hook" in module.__dict__ for module in network.modules()):
         raise ValueError(f"{type(network).__name__} has no weights yet (it is on the meta device): load them first")
@@ -367,7 +368,7 @@ def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, A
 
 
 def _put_back(module: nn.Module, ours: Callable) -> None:
-    """Undo one replacement, also where accelerate has wrapped it since."""
+    """Undo one replacement, even if accelerate has wrapped it since."""
     before = getattr(ours, "inner", None)
     if module.__dict__.get("forward") is ours:
         module.__dict__.pop("forward")
@@ -384,7 +385,7 @@ def _write(name: str, path: Path, graphs: Sequence[CompiledGraph]) -> SavedPart:
 
 
 def _read(folder: Path) -> tuple[list[StoredGraph], list[GraphIdentity], str]:
-    """Return the graphs of a folder, those it only lists, and the backend they are for."""
+    """Return the graphs of a folder, the graphs that it only lists, and the backend of both."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; save_pipe makes it")
     stored: list[StoredGraph] = []
@@ -420,7 +421,7 @@ def _load(name: str, network: nn.Module, stored: list[StoredGraph], listed: list
 
 
 def _may_fit_later(networks: Iterable[nn.Module], graphs: Iterable[GraphIdentity]) -> bool:
-    """Whether graphs are for regions of these classes, which another dtype or device may make theirs."""
+    """Whether graphs are for regions of these classes. They may fit once the dtype or device changes."""
     classes = {type(region.module).__name__ for network in networks for region in find_regions(network)}
     return any(graph.spec.region in classes for graph in graphs)
 

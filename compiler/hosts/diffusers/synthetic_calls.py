@@ -1,8 +1,9 @@
-"""Calls of diffusers' networks that were never made, and running ones repeated at other sizes.
+"""Synthetic calls of diffusers' networks, and running calls repeated at other sizes.
 
-A call goes to a weightless copy of the network under fake tensors, to learn which graphs it needs. What a
-pipeline passes is known per class of network; of a running call, what is not a tensor is taken over, and so are
-tensors that the table does not have (masks, residuals of a ControlNet, image embeddings).
+A synthetic call runs a weightless copy of the network under fake tensors, to learn which graphs the network needs. A
+table has the arguments that pipelines pass to each class of network. A repeated call keeps the running call's
+arguments that are not tensors, and its tensors that the table lacks (masks, residuals of a ControlNet, image
+embeddings).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ...tracing.shape_discovery import ModelCall, Sizes
 
 Inputs = dict[str, Any]
 Make = Callable[..., torch.Tensor]
-"""Makes an empty tensor of some sizes, in the network's dtype unless told another, on its device."""
+"""Makes an empty tensor of these sizes on the network's device, by default in the network's dtype."""
 
 FACTOR = 8
 """Pixels per latent."""
 
 
 def _unet(network: nn.Module, make: Make, sizes: Sizes) -> Inputs:
-    """`UNet2DConditionModel`: Stable Diffusion, SDXL and what is derived from them."""
+    """`UNet2DConditionModel`: Stable Diffusion, SDXL and their derivatives."""
     config = network.config
     inputs = {
         "sample": make(sizes.batch, config.in_channels, sizes.height, sizes.width),
@@ -35,7 +36,7 @@ def _unet(network: nn.Module, make: Make, sizes: Sizes) -> Inputs:
         "return_dict": False,
     }
     if config.addition_embed_type == "text_time":
-        # SDXL's base says six numbers of the picture and its refiner five; only the sum of widths must be right.
+        # SDXL's base takes six numbers about the image and its refiner five. Only the sum of the widths must be right.
         widths, numbers = config.addition_time_embed_dim, 6
         pooled = config.projection_class_embeddings_input_dim - numbers * widths
         inputs["added_cond_kwargs"] = {"text_embeds": make(sizes.batch, pooled), "time_ids": make(sizes.batch, numbers)}
@@ -73,7 +74,7 @@ def _sd3(network: nn.Module, make: Make, sizes: Sizes) -> Inputs:
 
 
 def _flux(network: nn.Module, make: Make, sizes: Sizes) -> Inputs:
-    """`FluxTransformer2DModel`: two by two latents are one token."""
+    """`FluxTransformer2DModel`: 2 x 2 latents are one token."""
     config, tokens = network.config, sizes.height * sizes.width // 4
     return {
         "hidden_states": make(sizes.batch, tokens, config.in_channels),
@@ -106,10 +107,10 @@ def _tiny_encoder(network: nn.Module, make: Make, sizes: Sizes) -> Inputs:
 
 
 def _video_decoder(network: nn.Module, make: Make, sizes: Sizes, given: Mapping[str, Any] = {}) -> Inputs:
-    """Stable Video Diffusion has its frames in the batch, and their number as an argument.
+    """Stable Video Diffusion passes frames as the batch, and their number as an argument.
 
-    The pipeline decodes them in chunks, unless a person asks otherwise in one of 14, and a graph is for chunks of
-    one length: a batch of chunks, which could be a symbol, is never passed.
+    The pipeline decodes frames in chunks, of 14 by default. A graph serves chunks of one length, because the pipeline
+    never passes a batch of several chunks, whose number could be a symbol.
     """
     frames = given.get("num_frames", 14)
     batch = given["sample"].shape[0] // frames if given else 1
@@ -140,17 +141,17 @@ _INPUTS: dict[str, Callable[..., Inputs]] = {
     "CLIPTextModelWithProjection": _text_encoder,
     "T5EncoderModel": _text_encoder,
 }
-"""By class of network: what its pipelines pass."""
+"""The arguments that pipelines pass, by class of network."""
 
 
 def first_call(network: nn.Module) -> ModelCall | None:
-    """Return the call that the network's pipelines make, or None if its class is unknown here."""
+    """Return the call that the network's pipelines make, or None if the table lacks its class."""
     inputs = _inputs_of(network)
     return inputs and (lambda weightless, sizes: weightless(**inputs(weightless, _maker(weightless), sizes)))
 
 
 def repeated_call(network: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
-    """Return a running call of the network as one for other sizes."""
+    """Return a call that repeats a running call of the network at other sizes."""
     inputs = _inputs_of(network)
     given = dict(zip(forward_signature(type(network)).parameters, args)) | dict(kwargs)
 
@@ -171,7 +172,7 @@ def _inputs_of(network: nn.Module) -> Callable[..., Inputs] | None:
 
 
 def _like(given: Any, made: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """Return an argument for other sizes: of the given kind, and where the table has it, of the table's shape."""
+    """Return an argument for other sizes, with the dtype and device of the given one, and the table's shape if any."""
     if isinstance(given, torch.Tensor):
         if isinstance(made, torch.Tensor) and made.ndim == given.ndim:
             return torch.empty(made.shape, dtype=given.dtype, device=given.device)
@@ -185,7 +186,7 @@ def _like(given: Any, made: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
 
 
 def _resized(shape: torch.Size, old: torch.Size, new: torch.Size) -> list[int]:
-    """Return the shape that an unknown tensor has at other sizes: the batch follows, and a feature map's sides do."""
+    """Return the shape of an unknown tensor at other sizes: its batch is scaled, and the sides of a feature map."""
     sizes = list(shape)
     if sizes and old[0] and sizes[0] % old[0] == 0:
         sizes[0] = sizes[0] // old[0] * new[0]
@@ -197,7 +198,7 @@ def _resized(shape: torch.Size, old: torch.Size, new: torch.Size) -> list[int]:
 
 
 def _call_resized_by_value(weightless: nn.Module, given: Mapping[str, Any], sizes: Sizes) -> None:
-    """Call a network with text of another length, or where it bears only one length, with that."""
+    """Call a network with text of another length, or of the given length if the network takes no other."""
     text = given.get("encoder_hidden_states")
     length = text.shape[1] if isinstance(text, torch.Tensor) and text.ndim == 3 else 0
     try:
@@ -207,10 +208,10 @@ def _call_resized_by_value(weightless: nn.Module, given: Mapping[str, Any], size
 
 
 def _resized_by_value(given: Mapping[str, Any], sizes: Sizes, lengths: Mapping[int, int]) -> Inputs:
-    """Return a call's arguments for other sizes, where only the call itself tells which sizes are which.
+    """Return a call's arguments for other sizes, if nothing but the call says which size is which.
 
-    The first tensor is the latent, as a map or as tokens. Sizes of its, and the length of the text, are recognised
-    in other tensors by their value. Where that is wrong the network itself refuses the call.
+    The first tensor is the latent, as a map or as tokens. In other tensors, this function recognises the latent's
+    sizes and the text's length by their values. If it guesses wrong, the network itself refuses the call.
     """
     latent = _main(given)
     tokens = sizes.height * sizes.width // 4

@@ -1,4 +1,4 @@
-"""What a graph depends on besides its region and its call."""
+"""The parts of a graph's key besides its region and its call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FOLDERS = {
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A copy of the folders that a key digests, which the key reads in place of the real ones."""
+    """A copy of the folders that a key digests. The key reads it instead of the real ones."""
     for folder in FOLDERS.values():
         target = tmp_path / folder
         target.mkdir(parents=True)

@@ -94,7 +94,7 @@ class LocalBlock(nn.Module):
         return x
 
 
-def test_unimportable_code_compiles_here_or_runs_eager(workers, variant, monkeypatch):
+def test_unimportable_code_is_a_worker_error(workers, variant, monkeypatch):
     module = types.ModuleType("only_here")
     module.LocalBlock = LocalBlock
     monkeypatch.setitem(sys.modules, "only_here", module)

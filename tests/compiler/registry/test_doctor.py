@@ -45,7 +45,7 @@ def around(tmp_path, monkeypatch):
 
 @pytest.fixture
 def on_gpu(around, monkeypatch):
-    """Make it look like one with an H200, and with a Triton that compiles its kernel launchers."""
+    """Make this machine look like one with an H200, and with a Triton that compiles its kernel launchers."""
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

@@ -1,4 +1,4 @@
-"""What people are told of a reason, in their language."""
+"""The explanations of reasons, in each language."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listed_in_readme() -> list[str]:
 
 
 def codes_of(note: str) -> list[ReasonCode]:
-    """The codes whose note begins as a sentence of the README does, or goes on after it."""
+    """Return the codes whose note begins with a note of the README, or the other way round."""
     beginnings = {code: code.value.split("{}")[0].strip() for code in ReasonCode}
     return [code for code, text in beginnings.items() if text and (note.startswith(text) or text.startswith(note))]
 

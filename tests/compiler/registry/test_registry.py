@@ -193,7 +193,7 @@ def test_workflows_are_bounded(registry, monkeypatch):
 
 
 def used(registry, network, name="workflow"):
-    """A network that has run compiled, in a role of a workflow."""
+    """Compile a network, run it, and give it a role in a workflow. Return the compiled model."""
     compiled = compile_network(network, registry)
     network(*network.inputs(sizes()))
     registry.assign(name, "node", compiled)

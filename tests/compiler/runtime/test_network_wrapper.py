@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper
 from compiled_graphs.compiler.runtime.region_forward import _thread
 from compiled_graphs.compiler.runtime.running_call import running_call
@@ -37,6 +38,7 @@ class FakeCompiledModel:
     """A fake compiled model, which says whether the network has changed and whether a block is due for comparison."""
 
     background = None
+    weights = ResidentWeights()
 
     def __init__(self):
         self.changed = self.is_due = False

@@ -6,10 +6,10 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Unsupported
+from compiled_graphs.compiler.common.tensor_slots import tensor_slots
 from compiled_graphs.compiler.tracing import decompositions as gpu_functions
 from compiled_graphs.compiler.tracing.decompositions import cat_by_tokens
 from compiled_graphs.compiler.tracing.export import _index_limits, export_region
-from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 from networks import (
     ConvolutionNetwork,
     DictBlock,

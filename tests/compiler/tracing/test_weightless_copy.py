@@ -4,7 +4,8 @@ import threading
 
 import torch
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots, weightless_copy
+from compiled_graphs.compiler.common.tensor_slots import tensor_slots
+from compiled_graphs.compiler.tracing.weightless_copy import weightless_copy
 from networks import ResidualBlock, TransformerBlock, transformer
 from torch import nn
 

@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ....common.host import Host
 from ....common.reason import Reason, ReasonCode
+from ....common.weight_source import NetworkWeights
+from ....identity.call_signature import TENSOR_TYPES
 from ....identity.context_options import TracedOptions, fresh
 from ....identity.fingerprint import is_outside
 from ....identity.source import functions_in
 from ....tracing.attention_op import opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
-from .. import comfy_compat, deep_cache
+from .. import comfy_compat, deep_cache, streamed_weights
 from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, NETWORK_WRAPPERS, OPTIONS, PATCHES, REPLACEMENTS, STEPS, WRAPPERS
 from . import attention_patches
 from .scaled_fp8 import multiply_weights
@@ -91,6 +94,21 @@ class ComfyHost(Host):
     def is_volatile(self, name: str) -> bool:
         """A newer core notes on every module what dtype each of its tensors had in the file."""
         return name in self.volatile_attributes or name.endswith("_comfy_model_dtype")
+
+    def weight_dtype(self, attributes: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.dtype:
+        """A file's dtype can differ from the model's: `ModelPatcherDynamic.load` casts layer by layer."""
+        dtype = attributes.get(f"{name}_comfy_model_dtype") if comfy_compat.streams_weights() else None
+        return dtype if isinstance(dtype, torch.dtype) and type(tensor) in TENSOR_TYPES else tensor.dtype
+
+    def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
+        """Weights may come layer by layer; ask again at each call, because a load decides it."""
+        return streamed_weights.StreamedWeights(network, device, self)
+
+    def applies_weight_function(self, attributes: Mapping[str, Any], name: str, in_place: bool = False) -> bool:
+        """Dynamic VRAM applies LoRAs when it fills a layer's pages. Other functions are called for each call."""
+        if name in streamed_weights.LORA_FUNCTIONS:
+            return streamed_weights.PLACE in attributes
+        return not in_place
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""

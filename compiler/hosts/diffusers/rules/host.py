@@ -1,4 +1,4 @@
-"""diffusers as a host: what it, PEFT, accelerate and transformers set on modules, and which code is theirs."""
+"""diffusers as a host: what it, PEFT, accelerate and transformers set on modules, and which code belongs to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ....common.host import Host
 
 STATE = "_compiled_graphs"
-"""The attribute by which a pipeline holds what it was compiled as."""
+"""The attribute of a network that holds its compiled state."""
 
 
 class DiffusersHost(Host):
@@ -48,13 +48,13 @@ class DiffusersHost(Host):
     )
 
     def setting(self, name: str, value: Any) -> Any:
-        """A config tells where it was read from as well, which is not what it computes."""
+        """Return a config without the fields that say where it was read from: they do not change any result."""
         if name == "_internal_dict":
             return {key: item for key, item in value.items() if not key.startswith("_")}
         return value
 
     def hook_acts(self, hook: Callable) -> bool:
-        """transformers puts hooks on its layers that collect attention maps, for a call that asks for them."""
+        """Whether a hook acts now. transformers' hooks collect attention maps, only in calls that ask for them."""
         capturing = sys.modules.get("transformers.utils.output_capturing")
         if capturing is None or getattr(hook, "__module__", "") != capturing.__name__:
             return True

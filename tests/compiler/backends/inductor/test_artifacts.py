@@ -22,7 +22,7 @@ BACKEND = InductorBackend()
 
 
 def settings():
-    """Everything that a compile could leave changed for other users of torch in this process."""
+    """Return all settings that a compile could change for other users of torch in this process."""
     return torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
 
 
@@ -126,7 +126,7 @@ def test_a_file_loads_without_caches_or_a_compiler(tmp_path):
     refused, error, compiles, from_file, eager_calls, torch_counted = json.loads(done.stdout.splitlines()[-1])
     assert (refused, compiles, from_file, eager_calls) == ([], 0, 1, 0)
     assert error < 1e-4
-    assert not used.exists() or set(used.read_text().split()) == {"--version"}  # torch asks that when imported
+    assert not used.exists() or set(used.read_text().split()) == {"--version"}  # torch runs this command on import
     assert not [name for group in torch_counted.values() for name in group], "torch traced or compiled"
     assert not list((tmp_path / "inductor").rglob("*.so"))
 

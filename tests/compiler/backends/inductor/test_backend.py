@@ -12,6 +12,7 @@ from compiled_graphs.compiler.backends.inductor import InductorBackend, backend
 from compiled_graphs.compiler.common import torch_compat
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.runtime.cuda_graph import capture_within
 from compiled_graphs.compiler.runtime.running_call import RunningCall
 from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, StepReplay
 from gpu_graphs import compiled_on_gpu, on_gpu
@@ -42,7 +43,7 @@ def test_kernels_get_addresses_during_a_capture(monkeypatch):
 def test_nothing_is_captured_without_the_launcher(take_away):
     take_away(torch_compat.CachingAutotuner.path)
     network, counters = transformer().blocks[0], Counters()
-    recordings = StepReplay(network, Repeating(), CPU, counters, repeat, within=BACKEND.capture_context)
+    recordings = StepReplay(network, Repeating(), CPU, counters, capture_within(BACKEND.capture_context, repeat))
     x = torch.randn(2, 9, WIDTH)
     for _ in range(3):
         torch.testing.assert_close(recordings.serve(network, (x,), {}, RunningCall(None)), network(x))
@@ -63,7 +64,7 @@ def test_replays_follow_inputs_and_weights():
     network = transformer().to("cuda")
     block, graph = network.blocks[0], compiled_on_gpu(network)
     device = block.gate.device
-    recordings = StepReplay(block, Repeating(), device, Counters(), within=BACKEND.capture_context)
+    recordings = StepReplay(block, Repeating(), device, Counters(), capture_within(BACKEND.capture_context))
     with torch.no_grad():
         for _ in range(4):
             x = torch.randn(2, 9, WIDTH, device=device)

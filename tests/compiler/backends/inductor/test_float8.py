@@ -30,7 +30,7 @@ on_gpu = pytest.mark.skipif(
 
 
 class Layers(nn.Module):
-    """A block with a layer of each kind that is told apart."""
+    """A block with one layer of each kind that `quantize_linears` distinguishes."""
 
     def __init__(self, bias=True):
         super().__init__()

@@ -16,7 +16,7 @@ DEPTH = FEWEST + 2
 
 
 class Tower(nn.Module):
-    """One region of several blocks, as a spatial transformer is, with something before and after them."""
+    """A region of several blocks, like a spatial transformer, with a layer before and after them."""
 
     def __init__(self, depth=DEPTH, block=TransformerBlock):
         super().__init__()
@@ -32,7 +32,7 @@ class Tower(nn.Module):
 
 
 class Towers(nn.Module):
-    """A network of two of them: blocks that stand in a list more than once are regions."""
+    """A network of two towers. Blocks that occur more than once in a list are regions."""
 
     def __init__(self, *args, **kwargs):
         super().__init__()
@@ -68,7 +68,7 @@ def cases(network):
 def test_equal_blocks_of_a_region_become_one_subgraph():
     module = graph_module(Towers())
     folded_graph = folded(module)
-    assert len(calls(folded_graph)) == DEPTH - 1  # the last one is followed by something else
+    assert len(calls(folded_graph)) == DEPTH - 1  # the node after the last block differs
     assert len(folded_graph.graph.nodes) < len(module.graph.nodes)
     assert not calls(module)
 
@@ -89,7 +89,7 @@ def test_calls_chain_and_nothing_is_computed_twice():
 
 
 class Halving(TransformerBlock):
-    """Each one of another width of its layer in between."""
+    """The width of the middle layer differs in each block."""
 
     count = 0
 
@@ -100,7 +100,7 @@ class Halving(TransformerBlock):
 
 
 class Scaling(TransformerBlock):
-    """Each one with another constant in its code's result."""
+    """The constant that scales the result differs in each block."""
 
     count = 0
 
@@ -158,7 +158,7 @@ def test_only_pure_stretches_become_subgraphs(function, pure):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The identifiers of the subgraphs that torch traced to see what they do to their operands."""
+    """The identifiers of the subgraphs that torch traced to see whether they write to their operands."""
     asking, identifiers = InvokeSubgraphHOP.gen_schema, []
 
     def gen_schema(self, subgraph, identifier, *operands):
@@ -200,7 +200,7 @@ def test_inductor_compiles_and_saves_a_folded_graph(asked):
     network = Towers()
     exported = export(network)
     compiled = Artifact.compile(exported)
-    assert len(asked) <= 1  # never, where torch's cache has the artifact
+    assert len(asked) <= 1  # zero times if torch's cache has the artifact
     loaded = Artifact.load(compiled.to_bytes())
     for x in cases(network):
         for executable in (compiled, loaded):

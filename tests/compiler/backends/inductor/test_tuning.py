@@ -66,7 +66,7 @@ def test_rows_of_known_length_are_reduced_in_registers(monkeypatch, values, hint
 
 
 class TheirChoices:
-    """Inductor's, as far as ours ask them."""
+    """A stand-in for the part of Inductor's choices that ours call."""
 
     def should_use_persistent_reduction(self, features, cooperative=False):
         return False
@@ -76,7 +76,7 @@ class TheirChoices:
 
 
 class ByThemselves(tuning._LongerRows, tuning._OneForm, TheirChoices):
-    """Ours over those."""
+    """Our choices on top of the stand-in."""
 
 
 @pytest.mark.parametrize("name", [InductorChoices, ReductionHint, inductor_config, inductor_globals])
@@ -144,7 +144,7 @@ def test_kernels_that_read_distant_values_gather():
 
 
 class TurningBlock(nn.Module):
-    """Turns pairs of values, as rotary embeddings do."""
+    """Rotates pairs of values, as rotary embeddings do."""
 
     def __init__(self, width=WIDTH):
         super().__init__()

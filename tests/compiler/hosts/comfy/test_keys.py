@@ -10,13 +10,13 @@ import comfy.model_management
 import comfy.ops
 import pytest
 import torch
+from compiled_graphs.compiler.common.tensor_slots import tensor_slots
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
 from compiled_graphs.compiler.hosts.comfy import synthetic_calls, worker_setup
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.fingerprint import Describer
 from compiled_graphs.compiler.identity.regions import find_regions
 from compiled_graphs.compiler.tracing.shape_discovery import discover_requests
-from compiled_graphs.compiler.tracing.weightless_copy import tensor_slots
 
 NAMES = ["tiny_sd15", "tiny_sd15_inpaint", "tiny_svd", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
 
@@ -75,7 +75,6 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.nn.Module, int]
             module.seed_key, module._v, module._v_signature = path, (object(), turn, 4096), object()
             module._v_weight, module._pin_state, module._prefetch = torch.ones(1), {}, {"signature": turn}
             module.weight_lowvram_function = module.bias_lowvram_function = None
-            module.weight_comfy_model_dtype = torch.float16
         for name, value in {"TOTAL_PINNED_MEMORY": turn, "LARGEST_AIMDO_CASTED_WEIGHT": (None, turn)}.items():
             monkeypatch.setattr(comfy.model_management, name, value, raising=False)
         memory = sys.modules.get("comfy.memory_management")
@@ -92,6 +91,20 @@ def test_the_key_is_the_same_with_streamed_weights(load, streamed, name):
     for turn in range(2):
         streamed(network, turn)
         assert fingerprints(network) == before
+
+
+def test_the_key_has_the_dtype_that_weights_arrive_in(load, streamed):
+    """A file may hold another one: `ModelPatcherDynamic.load` casts layer by layer."""
+    pytest.importorskip("comfy.memory_management")
+    network = load("tiny_sd15").model.diffusion_model
+    streamed(network, 1)
+    before = fingerprints(network)
+    for layer in network.modules():
+        for name, weight in layer._parameters.items():
+            if hasattr(layer, "comfy_cast_weights") and weight is not None:
+                vars(layer)[f"{name}_comfy_model_dtype"] = weight.dtype
+                weight.data = weight.data.to(torch.float64)
+    assert fingerprints(network) == before
 
 
 @pytest.fixture

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.runtime import step_replay as step_replay_module
-from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from recorders import repeat
 from rows import adapted, control_net, hinted, low_rank
 
@@ -24,7 +21,7 @@ def _recordable(monkeypatch, load):
         pytest.skip("this ComfyUI does not say when a sampling ends")
     if not torch.cuda.is_available():
         monkeypatch.setattr(install, "can_capture", lambda device: True)
-        monkeypatch.setattr(install, "StepReplay", partial(StepReplay, capture=repeat))
+        monkeypatch.setattr(install, "capture_within", lambda context: repeat)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What people change in a diffusers pipeline after it was compiled: the next image is what it would be uncompiled."""
+"""People change a compiled diffusers pipeline: the next image matches that of an uncompiled one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""diffusers pipelines of the released classes, narrow and with random weights (diffusers_examples/pipelines.py)."""
+"""Pipelines of diffusers' own classes, narrow and with random weights (diffusers_examples/pipelines.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def shared() -> Registry:
 
 @pytest.fixture
 def graphs(shared, monkeypatch) -> Registry:
-    """A registry that this file's tests share, so that each kind of region is traced once."""
+    """A registry that the tests of this file share, so each kind of region is traced only once."""
     monkeypatch.setattr(host, "registry", lambda: shared)
     return shared
 
@@ -76,7 +76,7 @@ def picture(height: int = 64, width: int = 64) -> Image.Image:
 
 
 def image(pipe, height: int = 64, width: int = 64, batch: int = 1, steps: int = 2, **arguments) -> torch.Tensor:
-    """One image, or the frames of one video, always from the same seed."""
+    """Make one image, or the frames of one video, always with the same seed."""
     arguments |= {"generator": torch.Generator().manual_seed(0), "output_type": "np", "num_inference_steps": steps}
     pipe.set_progress_bar_config(disable=True)
     kind = type(pipe).__name__
@@ -128,7 +128,7 @@ def test_images_match_eager_and_only_one_compiles(name, graphs):
     assert_same(image(pipe, *SIZES[0]), expected[0])
     with totals.expect(compiles=0, retired=0):
         for size, theirs in zip(SIZES, expected, strict=True):
-            for _ in range(2):  # the first call at a batch of one is checked against eager, and eager's
+            for _ in range(2):  # the first call with a batch of one is checked, and returns eager's result
                 assert_same(image(pipe, *size), theirs)
     assert reasons(pipe) == set()
 
@@ -242,7 +242,7 @@ def test_a_deep_copy_runs_on_its_own_weights(graphs):
         assert_same(image(pipe), image(plain), 0)
 
 
-# The reports this project answers, each by its name.
+# Each test is named after a bug report that this project answers.
 
 
 def test_report_saving_before_a_run_saved_nothing(graphs, restart, tmp_path):
@@ -269,7 +269,7 @@ def test_report_upcast_fp16_vae_did_not_load(graphs, restart, tmp_path):
     with totals.expect(compiles=0):
         for _ in range(2):
             assert_same(image(fresh), image(plain), 1e-2)
-        for model in (plain, fresh):  # and where the person upcasts, and decodes
+        for model in (plain, fresh):  # people may also upcast and decode by themselves
             model.upcast_vae()
         latents = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0))
         for _ in range(2):
@@ -310,7 +310,7 @@ def test_report_pipelines_sharing_a_vae_did_not_load(tiny, graphs, restart, tmp_
         return load_both()
 
     expected = refined(*make_both())
-    pipes, options = make_both(), Options(text_encoders=True)  # the second text encoder is shared as well
+    pipes, options = make_both(), Options(text_encoders=True)  # the pipelines also share the second text encoder
     for number, pipe in enumerate(pipes):
         save_pipe(eagerly_compiled(pipe, options=options), tmp_path / str(number))
     restart()
@@ -325,7 +325,7 @@ def test_report_pipelines_sharing_a_vae_did_not_load(tiny, graphs, restart, tmp_
     assert {t.data_ptr() for t in pipes[1].vae.parameters()} == weights
     assert [reasons(pipe) for pipe in pipes] == [set(), set()]
     restore_pipe(pipes[0])
-    assert "vae.decoder" in summaries(pipes[1])  # the refiner still wants it
+    assert "vae.decoder" in summaries(pipes[1])  # the refiner still uses it
     restore_pipe(pipes[1])
     assert all(is_plain(pipe) for pipe in pipes)
 
@@ -338,7 +338,7 @@ from compiled_graphs.diffusers import compile_pipe, load_pipe
 pipe = pipelines.sd15()
 pipe.set_progress_bar_config(disable=True)
 if sys.argv[2] == "compiled":
-    compile_pipe(pipe)  # with another backend than the files'
+    compile_pipe(pipe)  # with a backend that differs from the files'
 found = load_pipe(pipe, sys.argv[1])
 for embeddings in (None, "given"):  # an optional input, left out and passed
     options = {"cross_attention_kwargs": {}} if embeddings else {}
@@ -384,7 +384,7 @@ def test_report_each_resolution_had_to_be_warmed_up(graphs):
             image(pipe, *size)
 
 
-# Networks whose pipelines are not known here: the running call says how they are called.
+# Networks that the table of calls lacks: the running call shows how they are called.
 
 
 def wan():
@@ -478,7 +478,7 @@ def test_not_overwriting_is_said_and_changes_nothing(graphs, tmp_path):
     before = first.path.read_bytes()
     fresh = eagerly_compiled(pipelines.sd15(1), ignores=("unet",))
     refused = pytest.raises(FileExistsError, match="choose another folder, or pass overwrite=True")
-    with totals.expect(compiles=0, from_memory=0), refused:  # it looks before it compiles
+    with totals.expect(compiles=0, from_memory=0), refused:  # it checks for files before it compiles
         save_pipe(fresh, tmp_path, overwrite=False)
     assert first.path.read_bytes() == before
 
@@ -553,11 +553,11 @@ def test_a_foreign_folder_lists_what_is_compiled(graphs, restart, tmp_path, monk
         assert_same(image(fresh), expected)
 
 
-# What people do to a pipeline in use.
+# Changes to a pipeline in use.
 
 
 def lora_file(folder: Path, seed: int) -> dict:
-    """A LoRA as people have them: what to load it by."""
+    """Write a LoRA to a file. Return the arguments that load it."""
     from peft import LoraConfig, get_peft_model_state_dict
 
     pipe = pipelines.sd15()
@@ -574,7 +574,7 @@ def test_a_lora_is_followed_through_its_life(graphs, tmp_path):
     without = image(plain)
 
     def both(change) -> torch.Tensor:
-        """Change both pipelines; they must make the same image, checked against eager or not, which comes back."""
+        """Change both pipelines, assert that they make the same image in two calls, and return it."""
         for model in (plain, pipe):
             change(model)
         expected = image(plain)
@@ -600,7 +600,7 @@ def test_a_lora_is_followed_through_its_life(graphs, tmp_path):
 
 
 class HalfAttention:
-    """A processor of somebody's own."""
+    """A custom processor."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -655,7 +655,7 @@ def test_a_controlnet_is_compiled_with_its_residuals(graphs):
 
 
 def ip_adapter(unet, seed: int = 4) -> dict:
-    """The weights of an IP-Adapter for a UNet, as its files have them."""
+    """Return the weights of an IP-Adapter for a UNet, in the form of its files."""
     torch.manual_seed(seed)
     width, image_width = unet.config.cross_attention_dim, 24
     crossing = [module for name, module in unet.named_modules() if name.endswith("attn2")]
@@ -715,7 +715,7 @@ def test_freeu_callbacks_tiling_and_slicing_still_work(graphs):
 
 @pytest.mark.parametrize("order", ["offloaded first", "compiled first"])
 def test_an_offloaded_pipeline_runs_its_graphs(order, graphs):
-    """accelerate's hooks, with the CPU as the device to which models come."""
+    """This test uses accelerate's hooks with the CPU as the device that models move to."""
     from accelerate import cpu_offload_with_hook
 
     def offload(pipe):
@@ -775,7 +775,7 @@ def saved_on_gpu(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder_for_gpu(saved_on_gpu, restart, monkeypatch) -> Path:
-    """Graphs of the half-precision SDXL pipeline, and a process that has none."""
+    """The folder with graphs of the half-precision SDXL pipeline, in a process without graphs."""
     monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(saved_on_gpu / "trust"))
     restart()
     return saved_on_gpu

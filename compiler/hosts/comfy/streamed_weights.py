@@ -1,0 +1,529 @@
+"""Weights that ComfyUI brings to the device when a layer runs: dynamic VRAM (0.18 on), and its low-VRAM modes.
+
+Under dynamic VRAM a layer's weights have a place in a range of GPU addresses (VBAR), whose pages are filled while there
+is room and emptied when there is none. A page that is faulted is pinned until it is unpinned; the fault returns a
+signature that changes when the page was emptied in between. The addresses never change. So:
+
+- while a network runs, one fault holds all of its pages, if they fit, and one comparison says that they are filled;
+- a region's graph takes the weights from there. CUDA graphs that have their addresses stay valid for good;
+- if they do not fit, each region has its layers cast by ComfyUI's own functions, and the next region's weights come
+  over another stream while a region runs.
+
+Layers without a place, of the low-VRAM modes, are cast by ComfyUI's function as well, one region at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.host import Host
+from ...common.reason import ReasonCode, Unsupported
+from ...common.tensor_slots import Slot, owned_tensor_slots
+from ...common.weight_source import RESIDENT
+from ...identity.memory_format import has_layouts, stride_in
+from . import comfy_compat
+
+PLACE, SIGNATURE = "_v", "_v_signature"
+"""Attributes of a layer: its place in a VBAR, and the signature under which that was filled."""
+ARRIVED = {"weight": "_v_weight", "bias": "_v_bias"}
+"""Attributes of a layer that has arrived, for each of its tensors that is streamed."""
+FUNCTIONS = ("weight_function", "bias_function")
+LORA_FUNCTIONS = ("weight_lowvram_function", "bias_lowvram_function")
+
+FILL_BYTES = 256 * 2**20
+"""Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
+
+
+class StreamedWeights:
+    """The weights of one network. Refers to the network and its layers weakly."""
+
+    def __init__(self, network: nn.Module, device: torch.device, host: Host) -> None:
+        self.device = device
+        self.host = host
+        self.channels_last = ChannelsLastInPlace(self)
+        self._network = weakref.ref(network)
+        self._sources: dict[int, weakref.ref[StreamedSource]] = {}
+        self._layers: list[weakref.ref[nn.Module]] = []
+        self._attributes: list[dict[str, Any]] = []
+        """Of these layers, which have a place in the VBAR."""
+        self._span: tuple[Any, int, int] | None = None
+        """The range of the VBAR in which they all lie."""
+        self._signature: Any = None
+        """Of that range, when all of them had arrived."""
+        self._kept = KeptTensors()
+        self._moves = 0
+        """Changes of addresses so far."""
+        self._forms: list[tuple] = []
+        self._crowded: int | None = None
+        """Calls of this size or more had too little memory beside the weights."""
+        self._running = 0
+        self._lock = threading.RLock()
+        self.ahead = Ahead()
+
+    def of(self, region: nn.Module) -> StreamedSource:
+        """Return the source of one region's weights."""
+        source = StreamedSource(self, region)
+        self._sources[id(region)] = weakref.ref(source)
+        return source
+
+    def follow(self) -> None:
+        """See which layers have a place in a VBAR; a load before each sampling may change it."""
+        network = self._network()
+        if network is None:
+            return
+        layers = [layer for layer in network.modules() if PLACE in vars(layer)]
+        before, self._attributes = self._attributes, [vars(layer) for layer in layers]
+        places = [attributes[PLACE] for attributes in self._attributes]
+        if list(map(id, before)) != list(map(id, self._attributes)) or _span_of(places) != self._span:
+            self._layers = [weakref.ref(layer) for layer in layers]
+            self._span = _span_of(places)
+            self._signature = None
+        if layers:
+            self._kept.follow(network, self.device)
+        for key, reference in list(self._sources.items()):
+            source = reference()
+            if source is None:
+                del self._sources[key]
+            else:
+                source.follow()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all streamed weights are on the device, and stay there during this call."""
+        return self._running > 0
+
+    @property
+    def places(self) -> object | None:
+        """A token for the addresses of all weights: `RESIDENT`, a number, or None where they do not last."""
+        if not self._attributes:
+            return RESIDENT
+        return self._moves if self.is_held else None
+
+    @contextmanager
+    def running(self, size: int) -> Iterator[None]:
+        """Hold the weights on the device during a call, if they fit; otherwise each region has its own brought."""
+        is_held = self._span is not None and self._hold(size)
+        try:
+            yield
+        finally:
+            self.ahead.drop()
+            if is_held:
+                with self._lock:
+                    self._running -= 1
+                _unpin(self._span)
+
+    def give_way(self, size: int) -> bool:
+        """After a call has run out of memory, do not hold all weights for calls of this size again."""
+        if self._span is None or (self._crowded is not None and size >= self._crowded):
+            return False
+        self._crowded = size
+        return True
+
+    def _hold(self, size: int) -> bool:
+        if self._crowded is not None and size >= self._crowded:
+            return False
+        signature = _fault(self._span)
+        if signature is None:
+            return False
+        try:
+            with self._lock:
+                has_changed = not _is_same(signature, self._signature) or self._has_dirty()
+                if has_changed:
+                    self._signature = None
+                    self.fill(self._stale())
+                    self._signature = signature
+                    self.channels_last.forget()
+                # All three must be done: each returns whether it has changed something.
+                if has_changed | self.channels_last.arrange() | self._kept.restore():
+                    self._note_addresses()
+                self._running += 1
+        except torch.cuda.OutOfMemoryError:
+            _unpin(self._span)
+            self.give_way(size)
+            return False
+        except BaseException:
+            _unpin(self._span)
+            raise
+        return True
+
+    def _has_dirty(self) -> bool:
+        """Whether ComfyUI has declared what has arrived outdated: another LoRA."""
+        return None in [attributes.get(SIGNATURE) for attributes in self._attributes]
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers that have a place in the VBAR."""
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def _stale(self) -> list[nn.Module]:
+        """Return the layers that have not arrived, or are outdated."""
+        return [layer for layer in self.layers() if not has_arrived(layer)]
+
+    def fill(self, layers: Sequence[nn.Module]) -> None:
+        """Bring the weights of layers, whose pages are pinned, and apply their LoRAs."""
+        for some in _in_portions(layers):
+            with cast(some, self.device) as stream:
+                comfy_compat.wait_for_stream(self.device, stream)
+                for layer in some:
+                    resolve(layer, self.host, self.device, returns=False)
+
+    def _note_addresses(self) -> None:
+        """Count a change of addresses or forms."""
+        arrived = [attributes.get(name) for attributes in self._attributes for name in ARRIVED.values()]
+        tensors = [*self._kept.tensors(), *(tensor for tensor in arrived if isinstance(tensor, torch.Tensor))]
+        forms = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        if forms != self._forms:
+            self._forms = forms
+            self._moves += 1
+
+
+class StreamedSource:
+    """The weights of one region."""
+
+    def __init__(self, weights: StreamedWeights, region: nn.Module) -> None:
+        self._weights = weights
+        self._region = weakref.ref(region)
+        self._layers: list[weakref.ref[nn.Module]] = []
+        self._reads: list[tuple[dict[str, Any], str] | None] = []
+        """For each of the region's tensors the place where it arrives, or None if the module holds it."""
+        self._cast: Cast | None = None
+        self.follow()
+
+    def follow(self) -> None:
+        """See which layers have a place in a VBAR."""
+        region, reads, layers = self._region(), [], {}
+        for _, layer, (_, name) in owned_tensor_slots(region) if region is not None else ():
+            is_streamed = PLACE in vars(layer) and name in ARRIVED
+            reads.append((vars(layer), ARRIVED[name]) if is_streamed else None)
+            if is_streamed:
+                layers[id(layer)] = layer
+        self._reads = reads
+        self._layers = [weakref.ref(layer) for layer in layers.values()]
+        self._attributes = [vars(layer) for layer in layers.values()]
+
+    def acquire(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the weights on the device: from the VBAR, cast by ComfyUI, or these."""
+        if not self._attributes:
+            return self._moved(tensors)
+        if self._weights.is_held and not any(a.get(name) for a in self._attributes for name in FUNCTIONS):
+            return [t if read is None else read[0][read[1]] for t, read in zip(tensors, self._reads, strict=True)]
+        return self._streamed(tensors)
+
+    def release(self) -> None:
+        """Let the region's pages go, and begin with the next region's weights."""
+        done, self._cast = self._cast, None
+        if done is not None:
+            done.end()
+            self._weights.ahead.begin_after(self)
+
+    def begin_cast(self) -> None:
+        """Begin to bring the weights."""
+        if self._cast is None:
+            layers = [layer for reference in self._layers if (layer := reference()) is not None]
+            self._cast = Cast(layers, self._weights.device)
+
+    def end_cast(self) -> None:
+        """Let go of weights that were brought and not used."""
+        done, self._cast = self._cast, None
+        if done is not None:
+            done.end()
+
+    def _streamed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self._weights.ahead.note(self)
+        if self._cast is not None and self._cast.is_overwritten():
+            self.end_cast()
+        self.begin_cast()
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        comfy_compat.wait_for_stream(self._weights.device, self._cast.stream)
+        for layer in self._cast.layers:
+            weight, bias = resolve(layer, self._weights.host, self._weights.device)
+            found[id(vars(layer))] = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
+        return [
+            t if read is None else found[id(read[0])][read[1]] for t, read in zip(tensors, self._reads, strict=True)
+        ]
+
+    def _moved(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return weights that lie elsewhere, or have functions, as ComfyUI's layers would get them."""
+        device, region, moved = self._weights.device, self._region(), {}
+        if region is None or (
+            all(t.device == device for t in tensors)
+            and not any(vars(layer).get(name) for layer in region.modules() for name in (*FUNCTIONS, *LORA_FUNCTIONS))
+        ):
+            return tensors
+        for layer in region.modules():
+            own = {name: t for name, t in layer._parameters.items() if t is not None and name in ARRIVED}
+            functions = {name: vars(layer).get(f"{name}_function") for name in own}
+            if any(functions.values()) or any(t.device != device for t in own.values()):
+                moved[id(layer)] = _cast_one(layer, own, functions, device)
+        slots = [(layer, name) for _, layer, (_, name) in owned_tensor_slots(region)]
+        return [moved.get(id(layer), {}).get(name, t) for (layer, name), t in zip(slots, tensors, strict=True)]
+
+
+class Cast:
+    """The weights of some layers on their way, by ComfyUI's own cast. Their pages stay pinned until `end`."""
+
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.layers = layers
+        # Some networks bring a block's weights themselves (`comfy.model_prefetch`), and let them go themselves.
+        self._own = [layer for layer in layers if "_prefetch" not in vars(layer)]
+        self._device = device
+        self._is_done = False
+        try:
+            self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
+        except BaseException:
+            self.stream = None
+            self.end()
+            raise
+        self._turn = self._turn_of_streams()
+
+    def is_overwritten(self) -> bool:
+        """Whether another layer has been cast since, which may have taken the same buffer."""
+        return self.stream is not None and self._turn != self._turn_of_streams()
+
+    def end(self) -> None:
+        """Unpin the pages. What was brought to a buffer is gone once the GPU has passed this point."""
+        if not self._is_done:
+            self._is_done = True
+            comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, self._own)
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def _turn_of_streams(self) -> int | None:
+        counters = comfy_compat.find(f"{comfy_compat.MANAGEMENT}.stream_counters")
+        return None if counters is None else counters.get(self._device)
+
+
+@contextmanager
+def cast(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Any]:
+    """Bring the weights of layers; yield the stream over which they come."""
+    made = Cast(layers, device)
+    try:
+        yield made.stream
+    finally:
+        made.end()
+
+
+class Ahead:
+    """The order in which regions ask for weights, by which the next region's are brought ahead."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, weakref.ref[StreamedSource]] = {}
+        self._last: StreamedSource | None = None
+        self._begun: StreamedSource | None = None
+
+    def note(self, source: StreamedSource) -> None:
+        """A region asks for its weights."""
+        if self._last is not None:
+            self._next[id(self._last)] = weakref.ref(source)
+        self._last = source
+        if self._begun is not None and self._begun is not source:
+            self._begun.end_cast()
+        self._begun = None
+
+    def begin_after(self, source: StreamedSource) -> None:
+        """A region's graph has been launched: bring what the next one needs, if there is another stream for it."""
+        reference = self._next.get(id(source))
+        following = reference() if reference is not None else None
+        if following is None or following is source or not comfy_compat.can_bring_ahead():
+            return
+        with suppress(torch.cuda.OutOfMemoryError):  # the region itself may have more room
+            following.begin_cast()
+            self._begun = following
+
+    def drop(self) -> None:
+        """The call of the network is over."""
+        begun, self._begun, self._last = self._begun, None, None
+        if begun is not None:
+            begun.end_cast()
+
+
+class KeptTensors:
+    """Small weights and buffers, which each load moves. They are copied to where they were before, and stay there."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}
+        self._seen: list[int] = []
+
+    def follow(self, network: nn.Module, device: torch.device) -> None:
+        """See which tensors the modules hold themselves."""
+        self._slots = [
+            (group, name)
+            for _, layer, (group, name) in owned_tensor_slots(network)
+            if group[name].device == device and not (PLACE in vars(layer) and name in ARRIVED)
+        ]
+        keys = {(id(group), name) for group, name in self._slots}
+        self._kept = {key: tensor for key, tensor in self._kept.items() if key in keys}
+        self._seen = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all of them."""
+        return [group[name] for group, name in self._slots]
+
+    def restore(self) -> bool:
+        """Copy tensors that have moved to where they were; return whether there were any."""
+        if list(map(id, self.tensors())) == self._seen:
+            return False
+        self._seen = [id(self._restored(group, name)) for group, name in self._slots]
+        return True
+
+    def _restored(self, group: dict[str, Any], name: str) -> torch.Tensor:
+        tensor = group[name]
+        kept = self._kept.setdefault((id(group), name), tensor)
+        if kept is tensor:
+            return tensor
+        if (kept.shape, kept.dtype, kept.device, type(kept)) != (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+            type(tensor),
+        ):
+            self._kept[id(group), name] = tensor
+            return tensor
+        with torch.inference_mode():  # only this mode can write to both inference tensors and normal ones
+            kept.copy_(tensor)
+        group[name] = kept
+        return kept
+
+
+class ChannelsLastInPlace:
+    """Keeps convolutions' weights in channels_last within their pages while a network samples.
+
+    ComfyUI fills pages with contiguous weights, and eager runs of the network get them back so.
+    """
+
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
+        self._is_wanted = False
+        self._arranged: list[tuple[weakref.ref[nn.Module], torch.Tensor]] = []
+        self._is_arranged = False
+
+    def begin(self) -> None:
+        """A sampling begins."""
+        self._is_wanted, self._is_arranged = True, False
+
+    def end(self) -> None:
+        """Bring back into order, at the end of a sampling, what has not been emptied since."""
+        arranged, self._arranged = self._arranged, []
+        self._is_wanted = self._is_arranged = False
+        for reference, weight in arranged:
+            layer = reference()
+            attributes = vars(layer) if layer is not None else {}
+            if attributes.get(ARRIVED["weight"]) is not weight or PLACE not in attributes:
+                continue
+            if has_arrived(layer, keep=True):
+                attributes[ARRIVED["weight"]] = _lay_out(weight, torch.contiguous_format)
+                _unpin(attributes[PLACE])
+
+    def forget(self) -> None:
+        """Pages have been filled: look at all weights again."""
+        self._is_arranged = False
+
+    def arrange(self) -> bool:
+        """Bring the weights of convolutions, whose pages are pinned, into channels_last, unless that was done."""
+        if not self._is_wanted or self._is_arranged:
+            return False
+        kept = [(ref, weight) for ref, weight in self._arranged if (layer := ref()) is not None
+                and vars(layer).get(ARRIVED["weight"]) is weight]  # fmt: skip
+        for layer in self._weights.layers():
+            weight = vars(layer).get(ARRIVED["weight"])
+            if type(weight) is torch.Tensor and has_layouts(weight) and weight.is_contiguous():
+                weight = vars(layer)[ARRIVED["weight"]] = _lay_out(weight, torch.channels_last)
+                kept.append((weakref.ref(layer), weight))
+        self._arranged, self._is_arranged = kept, True
+        return True
+
+
+def _lay_out(weight: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """Reorder a weight's values within its memory; return the tensor that reads them so."""
+    with torch.inference_mode():
+        laid = weight.as_strided(weight.shape, stride_in(weight, memory_format))
+        laid.copy_(weight.clone())
+    return laid
+
+
+def has_arrived(layer: nn.Module, keep: bool = False) -> bool:
+    """Whether a layer's weights are in its pages. With `keep`, these are then left pinned."""
+    attributes = vars(layer)
+    signature = _fault(attributes[PLACE])
+    is_there = _is_same(signature, attributes.get(SIGNATURE))
+    if signature is not None and not (keep and is_there):
+        _unpin(attributes[PLACE])
+    return is_there
+
+
+def resolve(layer: nn.Module, host: Host, device: torch.device, returns: bool = True) -> tuple[Any, Any]:
+    """Have ComfyUI make the weights of a layer of what it has brought, in the dtypes that the layer's code gets."""
+    attributes, tensors = vars(layer), layer._parameters
+    dtypes = [
+        None if tensors.get(name) is None else host.weight_dtype(attributes, name, tensors[name]) for name in ARRIVED
+    ]
+    function = comfy_compat.find("comfy.ops.resolve_cast_module_with_vbar")
+    made = function(layer, dtypes[0], device, dtypes[1], None, True, return_weights=returns)
+    if not returns:
+        return None, None
+    is_in_page = attributes["_prefetch"]["signature"] is not None
+    if is_in_page and not any(attributes.get(name) for name in FUNCTIONS):
+        return attributes[ARRIVED["weight"]], attributes[ARRIVED["bias"]]
+    return made
+
+
+def _cast_one(
+    layer: nn.Module, own: dict[str, torch.Tensor], functions: dict[str, Any], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return a layer's weights as ComfyUI's `cast_bias_weight` brings them, in their own dtypes."""
+    function = comfy_compat.find("comfy.ops.cast_bias_weight")
+    if function is None or not hasattr(layer, "comfy_cast_weights") or "weight" not in own:
+        for name in own:
+            if functions[name]:
+                raise Unsupported(ReasonCode.WEIGHT_FUNCTION, f"{name}_function")
+        where = next(tensor.device for tensor in own.values() if tensor.device != device)
+        raise Unsupported(ReasonCode.WEIGHT_DEVICE, f"{where} while the model runs on {device}")
+    for name, tensor in own.items():
+        if functions[name] and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
+            raise Unsupported(ReasonCode.WEIGHT_FUNCTION, f"{name}_function")
+    like = torch.empty(0, dtype=own["weight"].dtype, device=device)
+    weight, bias = function(layer, like)[:2]
+    made = {"weight": weight, "bias": bias}
+    return {name: made[name].to(tensor.dtype) for name, tensor in own.items()}
+
+
+def _span_of(places: Iterable[tuple[Any, int, int]]) -> tuple[Any, int, int] | None:
+    """Return the range of a VBAR that holds all of these places; None if there is none, or if they are of several."""
+    places = list(places)
+    if not places or len({id(vbar) for vbar, _, _ in places}) > 1 or any(len(place) != 3 for place in places):
+        return None
+    first = min(address for _, address, _ in places)
+    return places[0][0], first, max(address + size for _, address, size in places) - first
+
+
+def _in_portions(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+    portion, size = [], 0
+    for layer in layers:
+        if portion and size + vars(layer)[PLACE][2] > FILL_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(layer)
+        size += vars(layer)[PLACE][2]
+    if portion:
+        yield portion
+
+
+def _fault(place: tuple[Any, int, int]) -> Any:
+    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
+
+
+def _unpin(place: tuple[Any, int, int]) -> None:
+    comfy_compat.find(f"{comfy_compat.VBAR}.vbar_unpin")(place)
+
+
+def _is_same(signature: Any, other: Any) -> bool:
+    if signature is None or other is None or len(signature) != len(other):
+        return False
+    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_signature_compare")(signature, other)

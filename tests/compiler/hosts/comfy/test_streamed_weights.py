@@ -1,0 +1,217 @@
+"""Models whose weights ComfyUI streams: compiled, whatever is evicted, fails or runs out, and nothing stays pinned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
+from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import install, streamed_weights
+from recorders import repeat
+from rows import adapted, low_rank
+from vbar import VBAR, stream, vbar  # noqa: F401  a fixture
+
+STEPS = 9
+BOUND = 2e-4
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+
+
+@pytest.fixture
+def model(vbar, load):  # noqa: F811
+    return stream(load("tiny_sd15"), vbar)
+
+
+@pytest.fixture
+def plain(load):
+    return load("tiny_sd15")
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    monkeypatch.setattr(install, "can_capture", lambda device: True)
+    monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+
+
+def compiled(model, **options):
+    ours, text = host.compile_model(model, host.Request("eager", **options))
+    assert " 0 eager" in text
+    return ours
+
+
+def assert_image(sample, ours, theirs, vbar, steps=1, **options):  # noqa: F811
+    """Both sample the same image; no region of ours runs eagerly, nothing is compiled, and nothing stays pinned."""
+    expected = sample(theirs, "tiny_sd15", steps=steps, **options)
+    eager = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        image = sample(ours, "tiny_sd15", steps=steps, **options)
+    assert totals.eager_calls == eager
+    error = ((image - expected).norm() / expected.norm()).item()
+    assert error <= BOUND, f"relative error {error:.1e}"
+    assert vbar.pinned == 0
+    assert not any("_prefetch" in vars(layer) for layer in ours.model.modules())
+
+
+def layers_of(model):
+    return [layer for layer in model.model.diffusion_model.modules() if "_v" in vars(layer)]
+
+
+def test_a_streamed_model_stays_streamed(model, registry):
+    ours = compiled(model)
+    assert ours.is_dynamic()
+    assert ours.model is model.model
+
+
+def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):  # noqa: F811
+    ours = compiled(model, verify=False)
+    assert_image(sample, ours, plain, vbar)
+    layers = layers_of(ours)
+    assert len(layers) > 30
+    assert all(streamed_weights.has_arrived(layer) for layer in layers)
+    layers[5]._v_weight.zero_()  # what is in the page, and not what is in the file
+    assert not torch.equal(sample(ours, "tiny_sd15"), sample(plain, "tiny_sd15"))
+
+
+def test_one_fault_holds_all_weights_of_a_call(model, sample, registry, vbar):  # noqa: F811
+    ours = compiled(model, verify=False)
+    sample(ours, "tiny_sd15")
+    wrapper = ours.object_patches["diffusion_model.forward"]
+    before, called = vbar.faults, wrapper.compiled.counters.calls
+    sample(ours, "tiny_sd15", steps=4)
+    assert wrapper.compiled.counters.calls - called == 4 * 15
+    assert vbar.faults - before == 4
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_evicted_weights_come_back(share, model, plain, sample, registry, vbar):  # noqa: F811
+    ours = compiled(model)
+    for seed in range(3):
+        assert_image(sample, ours, plain, vbar, seed=seed, steps=2)
+        vbar.evict(share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_weights_that_do_not_fit_are_brought_for_each_region(share, model, plain, sample, registry, vbar):  # noqa: F811
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    vbar.evict()
+    vbar.limit = int(vbar.size * share)
+    for seed in range(2):
+        assert_image(sample, ours, plain, vbar, seed=seed, steps=2)
+    vbar.limit = vbar.memory.numel()
+    assert_image(sample, ours, plain, vbar)
+    assert all(streamed_weights.has_arrived(layer) for layer in layers_of(ours))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_loras_are_in_the_weights(share, model, plain, sample, registry, vbar):  # noqa: F811
+    """Changed, in turn with another clone, and without."""
+    ours = compiled(model)
+    sample(ours, "tiny_sd15")
+    vbar.evict()
+    vbar.limit = int(vbar.size * share) if share < 1 else vbar.memory.numel()
+    images = []
+    for strength in (1.0, 0.5, None, 1.0):
+        ours_now, plain_now = (m if strength is None else adapted(low_rank)(m, strength) for m in (ours, plain))
+        assert_image(sample, ours_now, plain_now, vbar, steps=2)
+        images.append(sample(ours_now, "tiny_sd15", steps=2))
+    assert torch.equal(images[0], images[3])
+    assert not torch.allclose(images[0], images[1], rtol=1e-2)
+
+
+def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vbar):  # noqa: F811
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    vbar.fails = True
+    with pytest.raises(RuntimeError, match="Fault failed"):
+        sample(ours, "tiny_sd15")
+    vbar.fails = False
+    assert vbar.pinned == 0
+    assert_image(sample, ours, plain, vbar)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_block_that_fails_leaves_nothing_pinned(share, model, plain, sample, registry, vbar, monkeypatch):  # noqa: F811
+    ours = compiled(model, verify=False)
+    assert_image(sample, ours, plain, vbar)
+    vbar.evict()
+    vbar.limit = int(vbar.size * share) if share < 1 else vbar.memory.numel()
+    block = ours.model.diffusion_model.output_blocks[-1][0]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(block), "_forward", lambda *args: 1 / 0)
+        forward = ours.object_patches["diffusion_model.forward"]._forwards["output_blocks.2.0"]
+        patch.setattr(forward, "_serve", lambda call: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sample(ours, "tiny_sd15")
+    assert vbar.pinned == 0
+    assert_image(sample, ours, plain, vbar)
+
+
+def test_too_little_memory_beside_the_weights_gives_them_up(model, plain, sample, registry, vbar, monkeypatch):  # noqa: F811
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    wrapper, raised = ours.object_patches["diffusion_model.forward"], []
+    weights, call = wrapper.compiled.weights, wrapper._call_network
+
+    def scarce(*args, **kwargs):
+        if weights.is_held:
+            raised.append(1)
+            raise torch.cuda.OutOfMemoryError("no room")
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(wrapper, "_call_network", scarce)
+    assert_image(sample, ours, plain, vbar, steps=3)
+    assert len(raised) == 1, "calls of this size hold all weights again"
+    monkeypatch.undo()
+    monkeypatch.setattr(wrapper, "_call_network", lambda *a, **k: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError()))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        sample(ours, "tiny_sd15")
+    assert vbar.pinned == 0
+
+
+def test_steps_are_replayed_while_weights_stay(model, plain, sample, registry, vbar, captures):  # noqa: F811
+    ours = compiled(model)
+    counters = ours.object_patches["diffusion_model.forward"].compiled.counters
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    assert counters.replays == STEPS - 3
+
+
+def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, vbar, captures, monkeypatch):  # noqa: F811
+    from compiled_graphs.compiler.runtime import step_replay
+
+    monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)  # captures outlive their sampling
+    monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
+    ours = compiled(model)
+    wrapper = ours.object_patches["diffusion_model.forward"]
+    counters = wrapper.compiled.counters
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    made = counters.captures
+    for change in (lambda m: m, adapted(low_rank), lambda m: m):
+        ours_now, plain_now = (
+            m if change is None else change(m, 1.0) if change.__name__ != "<lambda>" else m for m in (ours, plain)
+        )
+        before = counters.replays
+        assert_image(sample, ours_now, plain_now, vbar, steps=STEPS)
+        assert counters.replays - before == STEPS
+        vbar.evict()
+    vbar.limit = vbar.size // 2
+    before = counters.replays
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    assert counters.replays == before
+    assert wrapper.step_replay.reason == Reason(ReasonCode.WEIGHTS_ELSEWHERE)
+    vbar.limit = vbar.memory.numel()
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    assert counters.replays - before == STEPS
+    assert counters.captures == made
+
+
+def test_small_weights_stay_where_captures_read_them(model, sample, registry, vbar):  # noqa: F811
+    ours = compiled(model)
+    weights = ours.object_patches["diffusion_model.forward"].compiled.weights
+    sample(ours, "tiny_sd15")
+    places = [tensor.data_ptr() for tensor in weights._kept.tensors()]
+    assert len(places) > 20
+    for seed in range(2):
+        sample(ours, "tiny_sd15", seed=seed)
+        assert [tensor.data_ptr() for tensor in weights._kept.tensors()] == places

@@ -1,0 +1,151 @@
+"""Dynamic VRAM without a GPU: a VBAR in the CPU's memory, which a core's own casts fill and empty.
+
+Only the library below ComfyUI is replaced (`comfy_aimdo`), and what `ModelPatcherDynamic.load` does to layers is done
+here: on a CPU the core does not use that patcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+PAGE = 64 * 1024
+
+
+class VBAR:
+    """Pages of memory with a fixed address. Counts pins, and refuses pages from `limit` on."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = torch.zeros(size + PAGE, dtype=torch.uint8)
+        self.base = -(-self.memory.data_ptr() // PAGE) * PAGE
+        self.size = 0
+        self.limit = size
+        self.serials: dict[int, int] = {}
+        self.filled: set[int] = set()
+        self.pins: dict[int, int] = {}
+        self.faults = 0
+        self.fails = False
+
+    def alloc(self, size: int) -> tuple[VBAR, int, int]:
+        place = self, self.base + self.size, size
+        self.size += -(-size // 512) * 512
+        return place
+
+    def pages(self, place: tuple[VBAR, int, int]) -> range:
+        _, address, size = place
+        return range((address - self.base) // PAGE, math.ceil((address - self.base + size) / PAGE))
+
+    def fault(self, place: tuple[VBAR, int, int]) -> Any:
+        self.faults += 1
+        if self.fails:
+            raise RuntimeError("Fault failed: 2")
+        pages = self.pages(place)
+        if pages.stop * PAGE > self.limit:
+            return None
+        for page in pages:
+            if page not in self.filled:
+                self.filled.add(page)
+                self.serials[page] = self.serials.get(page, 0) + 1
+            self.pins[page] = self.pins.get(page, 0) + 1
+        return (ctypes.c_uint32 * len(pages))(*(self.serials[page] for page in pages))
+
+    def unpin(self, place: tuple[VBAR, int, int]) -> None:
+        for page in self.pages(place):
+            assert self.pins.get(page, 0) > 0, "unpinned more often than faulted"
+            self.pins[page] -= 1
+
+    def evict(self, share: float = 1.0) -> None:
+        """Empty pages that nobody has pinned, from the end."""
+        for page in sorted(self.filled)[int(len(self.filled) * (1 - share)) :]:
+            if not self.pins.get(page):
+                self.filled.discard(page)
+                ctypes.memset(self.base + page * PAGE, 0xFF, PAGE)  # not a number
+
+    @property
+    def pinned(self) -> int:
+        return sum(self.pins.values())
+
+
+@pytest.fixture
+def vbar(monkeypatch: pytest.MonkeyPatch) -> VBAR:
+    """A VBAR that the core's functions use."""
+    library = pytest.importorskip("comfy_aimdo.model_vbar")
+    import comfy.cli_args
+    import comfy.memory_management
+    import comfy_aimdo.torch
+
+    made = VBAR(256 * 2**20)
+    monkeypatch.setattr(library, "vbar_fault", lambda place: place[0].fault(place))
+    monkeypatch.setattr(library, "vbar_unpin", lambda place: place and place[0].unpin(place))
+    monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", _tensor_at)
+    monkeypatch.setattr(comfy.cli_args.args, "disable_pinned_memory", True)
+    monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
+    return made
+
+
+def _tensor_at(place: tuple[Any, int, int], device: torch.device) -> torch.Tensor:
+    _, address, size = place
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def stream(patcher: Any, vbar: VBAR) -> Any:
+    """Make a patcher of the CPU stream its weights: each load does what `ModelPatcherDynamic.load` does."""
+    cls = type(patcher)
+
+    class Dynamic(cls):
+        """What a patcher of the CPU would be if it streamed."""
+
+        def is_dynamic(self) -> bool:
+            return True
+
+        def load(self, *args: Any, **kwargs: Any) -> None:
+            dirty = getattr(self.model, "streams", None) != self.patches_uuid
+            self.model.streams = self.patches_uuid
+            for path, layer in self.model.named_modules():
+                if hasattr(layer, "comfy_cast_weights") and isinstance(layer, nn.Linear | nn.Conv2d):
+                    _load_layer(self, path, layer, vbar, dirty)
+                else:
+                    _move(layer)
+            self.model.device, self.model.current_weight_patches_uuid = self.load_device, self.patches_uuid
+
+        def partially_load(self, *args: Any, **kwargs: Any) -> int:
+            self.unpatch_model(self.offload_device, unpatch_weights=False)
+            self.patch_model(load_weights=False)
+            self.load()
+            return 0
+
+        patch_model_lowvram = None
+
+    patcher.__class__ = Dynamic
+    return patcher
+
+
+def _load_layer(patcher: Any, path: str, layer: nn.Module, vbar: VBAR, dirty: bool) -> None:
+    from comfy.memory_management import vram_aligned_size
+    from comfy.model_patcher import LowVramPatch
+
+    layer.comfy_cast_weights, layer.seed_key, layer._pin_state = True, path, {}
+    if dirty or not hasattr(layer, "_v_signature"):
+        layer._v_signature = None
+    for name in ("weight", "bias"):
+        key = f"{path}.{name}"
+        setattr(
+            layer, f"{name}_lowvram_function", LowVramPatch(key, patcher.patches) if key in patcher.patches else None
+        )
+        setattr(layer, f"{name}_function", [])
+    if not hasattr(layer, "_v"):
+        layer._v = vbar.alloc(vram_aligned_size([layer.weight, layer.bias]))
+
+
+def _move(layer: nn.Module) -> None:
+    """Small weights are other tensors after each load."""
+    for group in (layer._parameters, layer._buffers):
+        for name, tensor in group.items():
+            if tensor is not None:
+                moved = tensor.detach().clone()
+                group[name] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
