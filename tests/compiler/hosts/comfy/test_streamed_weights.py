@@ -19,13 +19,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in 
 
 
 @pytest.fixture
-def model(vbar, load):  # noqa: F811
-    return stream(load("tiny_sd15"), vbar)
+def plain(load):
+    return load("tiny_sd15")
 
 
 @pytest.fixture
-def plain(load):
-    return load("tiny_sd15")
+def model(plain, request, load):
+    """Its layers hold what the file has (float16), as a core that streams leaves them; the model is of float32."""
+    vbar = request.getfixturevalue("vbar")  # after the plain model
+    made = stream(load("tiny_sd15"), vbar)
+    assert {weight.dtype for weight in made.model.diffusion_model.parameters()} > {torch.float16}
+    return made
 
 
 @pytest.fixture
@@ -69,7 +73,8 @@ def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):  # no
     layers = layers_of(ours)
     assert len(layers) > 30
     assert all(streamed_weights.has_arrived(layer) for layer in layers)
-    layers[5]._v_weight.zero_()  # what is in the page, and not what is in the file
+    with torch.inference_mode():
+        layers[5]._v_weight.zero_()  # what is in the page, and not what is in the file
     assert not torch.equal(sample(ours, "tiny_sd15"), sample(plain, "tiny_sd15"))
 
 

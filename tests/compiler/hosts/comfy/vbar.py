@@ -126,20 +126,26 @@ def stream(patcher: Any, vbar: VBAR) -> Any:
 
 
 def _load_layer(patcher: Any, path: str, layer: nn.Module, vbar: VBAR, dirty: bool) -> None:
-    from comfy.memory_management import vram_aligned_size
+    from comfy.memory_management import TensorGeometry, vram_aligned_size
     from comfy.model_patcher import LowVramPatch
 
     layer.comfy_cast_weights, layer.seed_key, layer._pin_state = True, path, {}
     if dirty or not hasattr(layer, "_v_signature"):
         layer._v_signature = None
+    size = 0
     for name in ("weight", "bias"):
-        key = f"{path}.{name}"
-        setattr(
-            layer, f"{name}_lowvram_function", LowVramPatch(key, patcher.patches) if key in patcher.patches else None
-        )
+        key, weight = f"{path}.{name}", getattr(layer, name)
+        if weight is None:
+            continue
+        patch = LowVramPatch(key, patcher.patches) if key in patcher.patches else None
+        if patch is not None:
+            patch._pin_state = {}
+        setattr(layer, f"{name}_lowvram_function", patch)
         setattr(layer, f"{name}_function", [])
+        weight._model_dtype = _dtype(layer, name, weight)
+        size += vram_aligned_size(TensorGeometry(shape=weight.shape, dtype=weight._model_dtype))
     if not hasattr(layer, "_v"):
-        layer._v = vbar.alloc(vram_aligned_size([layer.weight, layer.bias]))
+        layer._v = vbar.alloc(size)
 
 
 def _move(layer: nn.Module) -> None:
@@ -147,5 +153,9 @@ def _move(layer: nn.Module) -> None:
     for group in (layer._parameters, layer._buffers):
         for name, tensor in group.items():
             if tensor is not None:
-                moved = tensor.detach().clone()
+                moved = tensor.detach().to(_dtype(layer, name, tensor), copy=True)
                 group[name] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
+
+
+def _dtype(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
+    return getattr(layer, f"{name}_comfy_model_dtype", None) or tensor.dtype
