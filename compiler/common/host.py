@@ -95,10 +95,10 @@ class Host:
         """
         return None
 
-    def weight_dtype(self, attributes: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.dtype:
+    def weight_dtype(self, layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype in which a layer's weight reaches the layer's code.
 
-        A host that casts while it loads may keep the weight in another. `attributes` are the layer's.
+        A host that casts while it loads may keep the weight in another.
         """
         return tensor.dtype
 

@@ -159,7 +159,7 @@ class Describer:
                 for name, value in settings_in(child).items()
             }
             tensors = {
-                name: [list(t.shape), str(self._host.weight_dtype(vars(child), name, t)), _stride(t, is_arranged)]
+                name: [list(t.shape), str(self._host.weight_dtype(child, name, t)), _stride(t, is_arranged)]
                 for group in (child._parameters, child._buffers)
                 for name, t in group.items()
                 if t is not None  # a layer that is filled from a file has no entry for an absent tensor

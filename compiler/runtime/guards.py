@@ -110,7 +110,7 @@ class WeightGuard:
         named = list(owned_tensor_slots(region))
         self._slots = [slot for _, _, slot in named]
         self._names = tuple(name for name, _, _ in named)
-        self._owners = [vars(layer) for _, layer, _ in named]
+        self._layers = [weakref.ref(layer) for _, layer, _ in named]
         self._host = host
         self._source = source
         self._device = device if host.weights_say_device else None
@@ -165,8 +165,8 @@ class WeightGuard:
     def _forms_of(self, held: Sequence[torch.Tensor | None]) -> list[Any]:
         names = [name for _, name in self._slots]
         return [
-            None if tensor is None else (self._host.weight_dtype(owner, name, tensor), tensor.shape)
-            for owner, name, tensor in zip(self._owners, names, held, strict=True)
+            None if tensor is None else (self._host.weight_dtype(layer(), name, tensor), tensor.shape)
+            for layer, name, tensor in zip(self._layers, names, held, strict=True)
         ]
 
     @staticmethod

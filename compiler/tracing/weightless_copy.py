@@ -32,7 +32,7 @@ def _own_container(value: Any) -> Any:
 
 
 def _in_its_dtype(module: nn.Module, name: str, tensor: torch.Tensor, host: Host) -> torch.Tensor:
-    dtype = host.weight_dtype(module.__dict__, name, tensor)
+    dtype = host.weight_dtype(module, name, tensor)
     if dtype == tensor.dtype:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")

@@ -37,6 +37,8 @@ ARRIVED = {"weight": "_v_weight", "bias": "_v_bias"}
 FUNCTIONS = ("weight_function", "bias_function")
 LORA_FUNCTIONS = ("weight_lowvram_function", "bias_lowvram_function")
 
+SMALL_BYTES = 16 * 2**10
+"""Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
 FILL_BYTES = 256 * 2**20
 """Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
 
@@ -461,9 +463,7 @@ def has_arrived(layer: nn.Module, keep: bool = False) -> bool:
 def resolve(layer: nn.Module, host: Host, device: torch.device, returns: bool = True) -> tuple[Any, Any]:
     """Have ComfyUI make the weights of a layer of what it has brought, in the dtypes that the layer's code gets."""
     attributes, tensors = vars(layer), layer._parameters
-    dtypes = [
-        None if tensors.get(name) is None else host.weight_dtype(attributes, name, tensors[name]) for name in ARRIVED
-    ]
+    dtypes = [None if tensors.get(name) is None else host.weight_dtype(layer, name, tensors[name]) for name in ARRIVED]
     function = comfy_compat.find("comfy.ops.resolve_cast_module_with_vbar")
     made = function(layer, dtypes[0], device, dtypes[1], None, True, return_weights=returns)
     if not returns:
@@ -492,6 +492,19 @@ def _cast_one(
     weight, bias = function(layer, like)[:2]
     made = {"weight": weight, "bias": bias}
     return {name: made[name].to(tensor.dtype) for name, tensor in own.items()}
+
+
+def dtype_of(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a weight reaches its layer: the model's, or the file's for small layers of ComfyUI."""
+    attributes = vars(layer)
+    dtype = attributes.get(f"{name}_comfy_model_dtype")
+    if not isinstance(dtype, torch.dtype):
+        return tensor.dtype
+    if not hasattr(layer, "comfy_cast_weights") or PLACE in attributes:
+        return dtype
+    is_loaded = SIGNATURE in attributes
+    own = [t for group in (layer._parameters, layer._buffers) for t in group.values() if t is not None]
+    return dtype if not is_loaded and sum(t.nbytes for t in own) > SMALL_BYTES else tensor.dtype
 
 
 def _span_of(places: Iterable[tuple[Any, int, int]]) -> tuple[Any, int, int] | None:

@@ -95,10 +95,11 @@ class ComfyHost(Host):
         """A newer core notes on every module what dtype each of its tensors had in the file."""
         return name in self.volatile_attributes or name.endswith("_comfy_model_dtype")
 
-    def weight_dtype(self, attributes: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.dtype:
+    def weight_dtype(self, layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
         """A file's dtype can differ from the model's: `ModelPatcherDynamic.load` casts layer by layer."""
-        dtype = attributes.get(f"{name}_comfy_model_dtype") if comfy_compat.streams_weights() else None
-        return dtype if isinstance(dtype, torch.dtype) and type(tensor) in TENSOR_TYPES else tensor.dtype
+        if type(tensor) not in TENSOR_TYPES or not comfy_compat.streams_weights():
+            return tensor.dtype
+        return streamed_weights.dtype_of(layer, name, tensor)
 
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Weights may come layer by layer; ask again at each call, because a load decides it."""

@@ -10,7 +10,7 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install, streamed_weights
 from recorders import repeat
 from rows import adapted, low_rank
-from vbar import VBAR, stream, vbar  # noqa: F401  a fixture
+from vbar import stream
 
 STEPS = 9
 BOUND = 2e-4
@@ -44,7 +44,7 @@ def compiled(model, **options):
     return ours
 
 
-def assert_image(sample, ours, theirs, vbar, steps=1, **options):  # noqa: F811
+def assert_image(sample, ours, theirs, vbar, steps=1, **options):
     """Both sample the same image; no region of ours runs eagerly, nothing is compiled, and nothing stays pinned."""
     expected = sample(theirs, "tiny_sd15", steps=steps, **options)
     eager = totals.eager_calls.copy()
@@ -67,7 +67,7 @@ def test_a_streamed_model_stays_streamed(model, registry):
     assert ours.model is model.model
 
 
-def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):  # noqa: F811
+def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):
     ours = compiled(model, verify=False)
     assert_image(sample, ours, plain, vbar)
     layers = layers_of(ours)
@@ -78,7 +78,7 @@ def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):  # no
     assert not torch.equal(sample(ours, "tiny_sd15"), sample(plain, "tiny_sd15"))
 
 
-def test_one_fault_holds_all_weights_of_a_call(model, sample, registry, vbar):  # noqa: F811
+def test_one_fault_holds_all_weights_of_a_call(model, sample, registry, vbar):
     ours = compiled(model, verify=False)
     sample(ours, "tiny_sd15")
     wrapper = ours.object_patches["diffusion_model.forward"]
@@ -89,7 +89,7 @@ def test_one_fault_holds_all_weights_of_a_call(model, sample, registry, vbar):  
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_evicted_weights_come_back(share, model, plain, sample, registry, vbar):  # noqa: F811
+def test_evicted_weights_come_back(share, model, plain, sample, registry, vbar):
     ours = compiled(model)
     for seed in range(3):
         assert_image(sample, ours, plain, vbar, seed=seed, steps=2)
@@ -97,7 +97,7 @@ def test_evicted_weights_come_back(share, model, plain, sample, registry, vbar):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_weights_that_do_not_fit_are_brought_for_each_region(share, model, plain, sample, registry, vbar):  # noqa: F811
+def test_weights_that_do_not_fit_are_brought_for_each_region(share, model, plain, sample, registry, vbar):
     ours = compiled(model)
     assert_image(sample, ours, plain, vbar)
     vbar.evict()
@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit_are_brought_for_each_region(share, model, plain
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
-def test_loras_are_in_the_weights(share, model, plain, sample, registry, vbar):  # noqa: F811
+def test_loras_are_in_the_weights(share, model, plain, sample, registry, vbar):
     """Changed, in turn with another clone, and without."""
     ours = compiled(model)
     sample(ours, "tiny_sd15")
@@ -125,7 +125,7 @@ def test_loras_are_in_the_weights(share, model, plain, sample, registry, vbar): 
     assert not torch.allclose(images[0], images[1], rtol=1e-2)
 
 
-def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vbar):  # noqa: F811
+def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vbar):
     ours = compiled(model)
     assert_image(sample, ours, plain, vbar)
     vbar.fails = True
@@ -137,7 +137,7 @@ def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vb
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_block_that_fails_leaves_nothing_pinned(share, model, plain, sample, registry, vbar, monkeypatch):  # noqa: F811
+def test_a_block_that_fails_leaves_nothing_pinned(share, model, plain, sample, registry, vbar, monkeypatch):
     ours = compiled(model, verify=False)
     assert_image(sample, ours, plain, vbar)
     vbar.evict()
@@ -153,7 +153,7 @@ def test_a_block_that_fails_leaves_nothing_pinned(share, model, plain, sample, r
     assert_image(sample, ours, plain, vbar)
 
 
-def test_too_little_memory_beside_the_weights_gives_them_up(model, plain, sample, registry, vbar, monkeypatch):  # noqa: F811
+def test_too_little_memory_beside_the_weights_gives_them_up(model, plain, sample, registry, vbar, monkeypatch):
     ours = compiled(model)
     assert_image(sample, ours, plain, vbar)
     wrapper, raised = ours.object_patches["diffusion_model.forward"], []
@@ -175,14 +175,14 @@ def test_too_little_memory_beside_the_weights_gives_them_up(model, plain, sample
     assert vbar.pinned == 0
 
 
-def test_steps_are_replayed_while_weights_stay(model, plain, sample, registry, vbar, captures):  # noqa: F811
+def test_steps_are_replayed_while_weights_stay(model, plain, sample, registry, vbar, captures):
     ours = compiled(model)
     counters = ours.object_patches["diffusion_model.forward"].compiled.counters
     assert_image(sample, ours, plain, vbar, steps=STEPS)
     assert counters.replays == STEPS - 3
 
 
-def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, vbar, captures, monkeypatch):  # noqa: F811
+def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, vbar, captures, monkeypatch):
     from compiled_graphs.compiler.runtime import step_replay
 
     monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)  # captures outlive their sampling
@@ -211,7 +211,7 @@ def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, 
     assert counters.captures == made
 
 
-def test_small_weights_stay_where_captures_read_them(model, sample, registry, vbar):  # noqa: F811
+def test_small_weights_stay_where_captures_read_them(model, sample, registry, vbar):
     ours = compiled(model)
     weights = ours.object_patches["diffusion_model.forward"].compiled.weights
     sample(ours, "tiny_sd15")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,6 +96,8 @@ def _tensor_at(place: tuple[Any, int, int], device: torch.device) -> torch.Tenso
 
 def stream(patcher: Any, vbar: VBAR) -> Any:
     """Make a patcher of the CPU stream its weights: each load does what `ModelPatcherDynamic.load` does."""
+    from comfy.model_management import module_size
+
     cls = type(patcher)
 
     class Dynamic(cls):
@@ -107,10 +110,13 @@ def stream(patcher: Any, vbar: VBAR) -> Any:
             dirty = getattr(self.model, "streams", None) != self.patches_uuid
             self.model.streams = self.patches_uuid
             for path, layer in self.model.named_modules():
-                if hasattr(layer, "comfy_cast_weights") and isinstance(layer, nn.Linear | nn.Conv2d):
+                if not hasattr(layer, "comfy_cast_weights"):
+                    _move(layer, _dtype)
+                elif module_size(layer) > 16 * 1024:
                     _load_layer(self, path, layer, vbar, dirty)
                 else:
-                    _move(layer)
+                    layer.comfy_cast_weights, layer._v_signature = True, None
+                    _move(layer, lambda layer, name, tensor: tensor.dtype)
             self.model.device, self.model.current_weight_patches_uuid = self.load_device, self.patches_uuid
 
         def partially_load(self, *args: Any, **kwargs: Any) -> int:
@@ -148,12 +154,12 @@ def _load_layer(patcher: Any, path: str, layer: nn.Module, vbar: VBAR, dirty: bo
         layer._v = vbar.alloc(size)
 
 
-def _move(layer: nn.Module) -> None:
+def _move(layer: nn.Module, dtype: Callable[[nn.Module, str, torch.Tensor], torch.dtype]) -> None:
     """Small weights are other tensors after each load."""
     for group in (layer._parameters, layer._buffers):
         for name, tensor in group.items():
             if tensor is not None:
-                moved = tensor.detach().to(_dtype(layer, name, tensor), copy=True)
+                moved = tensor.detach().to(dtype(layer, name, tensor), copy=True)
                 group[name] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
 
 
