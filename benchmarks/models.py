@@ -92,7 +92,8 @@ WAN_1_3B = {
     "cross_attn_norm": True,
     "eps": 1e-6,
 }
-CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV, "wan": WAN_1_3B}
+FLUX_6 = FLUX_DEV | {"depth": 6, "depth_single_blocks": 12}
+CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV, "flux6": FLUX_6, "wan": WAN_1_3B}
 
 
 VAE_CONFIG = {
@@ -124,14 +125,24 @@ def patcher(name: str, dtype: torch.dtype):
     import comfy.model_patcher
     import comfy.supported_models as supported
 
-    classes = {"sd15": "SD15", "sdxl": "SDXL", "sd3": "SD3", "flux": "Flux", "wan": "WAN21_T2V"}
-    config = getattr(supported, classes[name])(dict(CONFIGS[name]))
+    classes = {"sd15": "SD15", "sdxl": "SDXL", "sd3": "SD3", "flux": "Flux", "flux6": "Flux", "wan": "WAN21_T2V"}
+    config = getattr(supported, classes[name])(dict(CONFIGS[name]) | _newer_options(name))
     config.set_inference_dtype(dtype, None)
     device = comfy.model_management.get_torch_device()
     # The tables of its schedule as well, as ComfyUI's loader does it: on the CPU each step would wait for them.
     model = config.get_model({}, "", device=device).eval().to(device)
     fill(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def _newer_options(name: str) -> dict:
+    """Return what newer cores want to be told besides."""
+    if not name.startswith("flux"):
+        return {}
+    import comfy.ldm.flux.model
+
+    fields = comfy.ldm.flux.model.FluxParams.__dataclass_fields__
+    return {"txt_ids_dims": []} if "txt_ids_dims" in fields else {}
 
 
 def in_float32(name: str, original):

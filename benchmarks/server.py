@@ -1,0 +1,215 @@
+"""Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
+
+    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] RUN ...
+
+A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). WAYS are
+taken in turn by one server, with commas between: eager, ours (Compile Model or VAE Speedup) and core (TorchCompileModel).
+FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+lowvram. Each RUN starts a server. Graphs and weights
+stay in --home, so a second RUN of `ours` is one after a restart.
+
+Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A latent is
+compared with that of `eager` from the same RUN or an earlier one. `used` is of the whole GPU: the first RUN of `ours` has
+worker processes in it, which take 0.7 GiB each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from comfy_server import ComfyServer, PromptFailed  # noqa: E402
+
+TEXT = {"sdxl": {"tokens": 77, "width": 2048, "pooled": 1280}, "flux6": {"tokens": 256, "width": 4096, "pooled": 768}}
+SIZE, OTHER_SIZE = (1024, 1024), (832, 1216)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="append the figures to this file")
+    parser.add_argument("--make", help=argparse.SUPPRESS)
+    parser.add_argument("runs", nargs="*")
+    options = parser.parse_args()
+    options.home = options.home or Path(tempfile.mkdtemp())
+    if options.make:
+        make(options)
+        return
+    for text in options.runs:
+        model, ways, *flags = text.split(":")
+        if not weights_of(options, model).exists():
+            command = [sys.executable, __file__, "--comfyui", str(options.comfyui), "--home", str(options.home)]
+            subprocess.run([*command, "--make", model], check=True)
+        measure(options, text, model, ways.split(","), flags[0] if flags else "")
+
+
+def measure(options: argparse.Namespace, text: str, model: str, ways: list[str], flags: str) -> None:
+    """Start a server and run the prompts of each way."""
+    nodes = options.home / "custom_nodes" / "bench"
+    shutil.copytree(ROOT / "benchmarks" / "server_nodes", nodes, dirs_exist_ok=True)
+    arguments = [part for flag in flags.split("+") if flag for part in f"--{flag}".split("=")]
+    arguments += ["--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch"]
+    if (front := options.home / "front").exists():
+        arguments += ["--front-end-root", str(front)]
+    try:
+        with ComfyServer(str(options.comfyui), options.home, tuple(arguments)) as server:
+            for way in ways:
+                row = {"run": text, "way": way, **prompts(options, server, model, way)}
+                print(json.dumps(row), flush=True)
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    except (RuntimeError, PromptFailed) as error:
+        print(json.dumps({"run": text, "failed": str(error)[-1500:]}), flush=True)
+
+
+def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: str) -> dict[str, Any]:
+    """Run the prompts of one way; return seconds, memory and differences."""
+
+    def run(seed: int, size: tuple[int, int] = SIZE, lora: float | None = None) -> dict[str, Any]:
+        kept = options.home / f"{model}-{way}-{seed}.pt"
+        build = vae_prompt if model == "kl" else model_prompt
+        entry = server.wait(server.queue(build(model, way, seed, options.steps, size, lora, kept)))
+        times = {name: message.get("timestamp") for name, message in entry["status"]["messages"]}
+        bench = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
+        seconds = (times["execution_success"] - times["execution_start"]) / 1000
+        text = next((output["text"] for output in entry["outputs"].values() if "text" in output), None)
+        return {"seconds": seconds, "text": text, **bench, "differs": difference(options, model, way, seed)}
+
+    first = run(1)
+    again = [run(seed) for seed in (2, 3, 4, 5)]
+    other = [run(seed, OTHER_SIZE) for seed in (6, 7)]
+    loras = [] if model == "kl" else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(11)]
+    everything = [first, *again, *other, *loras]
+    row = {
+        "first": first["seconds"],
+        "again": statistics.median(each["seconds"] for each in again[1:]),
+        "other size": [each["seconds"] for each in other],
+        "lora on, same, changed, off": [each["seconds"] for each in loras],
+        "used": round(again[-1]["used"], 2),
+        "finite": all(each["finite"] for each in everything),
+        "differs": max((each["differs"] for each in everything if each["differs"] is not None), default=None),
+    }
+    if way == "ours":
+        totals = server.get("/compiled_graphs/registry")["totals"]
+        counted = ("compiles", "verifications", "retired", "recordings", "replays", "calls", "reasons")
+        row |= {"text": first["text"], **{name: totals[name] for name in counted}}
+    return row
+
+
+def model_prompt(
+    model: str, way: str, seed: int, steps: int, size: tuple[int, int], lora: float | None, kept: Path
+) -> dict[str, Any]:
+    """Return an API prompt: sampling, with a LoRA or without."""
+    prompt = {
+        "1": node("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default"),
+        "2": node("BenchConditioning", **TEXT[model], seed=1),
+        "3": node("BenchConditioning", **TEXT[model], seed=2),
+        "4": node(
+            "EmptyLatentImage" if model == "sdxl" else "EmptySD3LatentImage",
+            width=size[0],
+            height=size[1],
+            batch_size=1,
+        ),
+    }
+    link = ["1", 0]
+    if lora is not None:
+        prompt["5"] = node("LoraLoaderModelOnly", model=link, lora_name=f"{model}.safetensors", strength_model=lora)
+        link = ["5", 0]
+    if way != "eager":
+        kind = {"ours": "CG_CompileModel", "core": "TorchCompileModel"}[way]
+        prompt["6"] = node(kind, model=link, backend="inductor")
+        link = ["6", 0]
+    sampler = {"seed": seed, "steps": steps, "cfg": 6.0 if model == "sdxl" else 1.0, "denoise": 1.0}
+    links = {"model": link, "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
+    prompt["7"] = node("KSampler", **links, **sampler, sampler_name="euler", scheduler="normal")
+    prompt["8"] = node("BenchKeep", latent=["7", 0], path=str(kept))
+    return prompt
+
+
+def vae_prompt(
+    model: str, way: str, seed: int, steps: int, size: tuple[int, int], lora: float | None, kept: Path
+) -> dict[str, Any]:
+    """Return an API prompt: decoding of a random latent."""
+    prompt = {
+        "1": node("VAELoader", vae_name=f"{model}.safetensors"),
+        "2": node("BenchLatent", width=size[0], height=size[1], seed=seed),
+    }
+    link = ["1", 0]
+    if way == "ours":
+        prompt["6"] = node("CG_VAESpeedup", vae=link)
+        link = ["6", 0]
+    prompt["7"] = node("VAEDecode", samples=["2", 0], vae=link)
+    prompt["8"] = node("BenchKeep", image=["7", 0], path=str(kept))
+    return prompt
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def difference(options: argparse.Namespace, model: str, way: str, seed: int) -> float | None:
+    """Return the relative difference from what `eager` made with the same seed."""
+    import torch
+
+    theirs = options.home / f"{model}-eager-{seed}.pt"
+    if way == "eager" or not theirs.exists():
+        return None
+    ours, expected = torch.load(options.home / f"{model}-{way}-{seed}.pt"), torch.load(theirs)
+    return float((ours - expected).norm() / expected.norm())
+
+
+def weights_of(options: argparse.Namespace, model: str) -> Path:
+    folder = "vae" if model == "kl" else "diffusion_models"
+    return options.home / "models" / folder / f"{model}.safetensors"
+
+
+def make(options: argparse.Namespace) -> None:
+    """Write random weights of a model, and a LoRA for it."""
+    import models
+    import torch
+
+    model = options.make
+    models.use_comfyui(options.comfyui)
+    import safetensors.torch
+
+    if model == "kl":
+        network, dtype = models.vae("kl", torch.float32).first_stage_model, torch.float32
+    else:
+        dtype = torch.float16 if model == "sdxl" else torch.bfloat16
+        network = models.patcher(model, dtype).model.diffusion_model
+    path = weights_of(options, model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in network.state_dict().items()}
+    safetensors.torch.save_file(state, str(path))
+    lora = options.home / "models" / "loras" / f"{model}.safetensors"
+    lora.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(low_rank(state), str(lora))
+
+
+def low_rank(state: dict[str, Any], rank: int = 8) -> dict[str, Any]:
+    """Return a LoRA for the layers that make queries, keys and values."""
+    import torch
+
+    made = {}
+    for name, weight in state.items():
+        if weight.ndim == 2 and any(part in name for part in ("to_q.", "to_v.", "img_attn.qkv.", "linear1.")):
+            base = f"diffusion_model.{name.removesuffix('.weight')}"
+            made[f"{base}.lora_up.weight"] = (torch.randn(weight.shape[0], rank) * 0.02).half()
+            made[f"{base}.lora_down.weight"] = (torch.randn(rank, weight.shape[1]) * 0.02).half()
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Nodes for `benchmarks/server.py`: conditioning without a text encoder, and a latent that is kept to be compared."""
+
+import torch
+
+
+class BenchConditioning:
+    """Random numbers in the form of a text encoder's result."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        whole = ("INT", {"default": 0, "max": 1 << 20})
+        return {"required": {"tokens": whole, "width": whole, "pooled": whole, "seed": whole}}
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "make"
+    CATEGORY = "benchmarks"
+
+    def make(self, tokens, width, pooled, seed):
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.randn(1, tokens, width, generator=generator)
+        return ([[text, {"pooled_output": torch.randn(1, pooled, generator=generator), "guidance": 3.5}]],)
+
+
+class BenchLatent:
+    """A random latent."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        whole = ("INT", {"default": 0, "max": 1 << 20})
+        return {"required": {"width": whole, "height": whole, "seed": whole}}
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "make"
+    CATEGORY = "benchmarks"
+
+    def make(self, width, height, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return ({"samples": torch.randn(1, 4, height // 8, width // 8, generator=generator)},)
+
+
+class BenchKeep:
+    """Writes a latent or an image to a file, and says how much of the GPU's memory is in use."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"path": ("STRING", {})}, "optional": {"latent": ("LATENT",), "image": ("IMAGE",)}}
+
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    FUNCTION = "keep"
+    CATEGORY = "benchmarks"
+
+    def keep(self, path, latent=None, image=None):
+        kept = (latent["samples"] if image is None else image).float().cpu()
+        torch.save(kept, path)
+        used = 0
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            used = (total - free) / 2**30
+        return {"ui": {"bench": [{"used": used, "finite": bool(kept.isfinite().all())}]}}
+
+
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (BenchConditioning, BenchLatent, BenchKeep)}
