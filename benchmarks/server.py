@@ -2,14 +2,14 @@
 
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] RUN ...
 
-A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). WAYS are
-taken in turn by one server, with commas between: eager, ours (Compile Model or VAE Speedup) and core (TorchCompileModel).
-FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+lowvram. Each RUN starts a server. Graphs and weights
-stay in --home, so a second RUN of `ours` is one after a restart.
+A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). One
+server takes WAYS in turn, with commas between: eager, ours (Compile Model or VAE Speedup) and core (TorchCompileModel).
+FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
+weights stay in --home, so a second RUN of `ours` is one after a restart.
 
-Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A latent is
-compared with that of `eager` from the same RUN or an earlier one. `used` is of the whole GPU: the first RUN of `ours` has
-worker processes in it, which take 0.7 GiB each.
+Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A
+latent is compared with that of `eager`, from the same RUN or an earlier one. `used` is of the whole GPU: while the first
+RUN of `ours` compiles, worker processes take 0.7 GiB each.
 """
 
 from __future__ import annotations
