@@ -57,7 +57,16 @@ class BenchKeep:
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             used = (total - free) / 2**30
-        return {"ui": {"bench": [{"used": used, "finite": bool(kept.isfinite().all())}]}}
+        return {"ui": {"bench": [{"used": used, "finite": bool(kept.isfinite().all()), "pinned": _pinned_pages()}]}}
+
+
+def _pinned_pages():
+    """Return how many pages of streamed weights are pinned, of all loaded models; 0 where nothing is streamed."""
+    import comfy.model_management
+
+    models = [loaded.model.model for loaded in comfy.model_management.current_loaded_models if loaded.model is not None]
+    ranges = [vbar for model in models for vbar in getattr(model, "dynamic_vbars", {}).values()]
+    return sum(bool(flags & 2) for vbar in ranges for flags in vbar.get_residency())
 
 
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (BenchConditioning, BenchLatent, BenchKeep)}

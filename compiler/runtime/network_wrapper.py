@@ -96,6 +96,7 @@ class NetworkWrapper:
     def _call_or_replay(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
         if self.step_replay is None or is_watched:
             return self._call_compiled(*args, **kwargs)
+        self.step_replay.counters = self.compiled.counters
         return self.step_replay.serve(self._call_compiled, args, kwargs, call)
 
     def _had_setup(self, call: RunningCall) -> bool:

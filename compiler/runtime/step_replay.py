@@ -90,7 +90,8 @@ class StepReplay:
         """Without `weights`, the network's modules hold them."""
         self._network = weakref.ref(network)
         self._host = host
-        self._counters = counters
+        self.counters = counters
+        """Of the model whose call is served: clones of a patcher share captures."""
         self._device = device
         self._weights = weights or ResidentWeights()
         self._capture = capture
@@ -133,7 +134,7 @@ class StepReplay:
             self.reason = error.reason if isinstance(error, Unsupported) else Reason(ReasonCode.MODULE_REPLACED)
             return call(*args, **kwargs)
         if isinstance(state, _Captured):
-            self._counters.add("replays")
+            self.counters.add("replays")
             self.reason = None
             self.has_replayed = running.was_replayed = True
             return result
@@ -233,7 +234,7 @@ class StepReplay:
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
             error = reason_of(raised)
         if error is None:
-            self._counters.add("captures")
+            self.counters.add("captures")
             self._validated[key] = pytree.tree_map_only(torch.Tensor, _without_data, result)
             self._states[key] = captured
             self._entries |= running.entries

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 Report = ProgressReport | BackgroundReport
 
 
+_step_replays: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, StepReplay]] = weakref.WeakKeyDictionary()
+
+
 @dataclass(frozen=True)
 class PatchedNetwork:
     """A network, and the patcher of ours that its graphs go into."""
@@ -245,10 +248,22 @@ def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
         return
     if not type(network).__module__.startswith("comfy.") or any(map(is_torch_compiled, network.modules())):
         return
-    compiled, capture = built.compiled, capture_within(chosen.backend.capture_context)
-    replay = StepReplay(network, HOST, target.device, compiled.counters, capture, compiled.weights)
-    entrance.step_replay = replay
+    entrance.step_replay = replay = _step_replay(target, chosen, built)
     _call_around_samplings(target, None, SamplingEnd(replay, built.status))
+
+
+def _step_replay(target: PatchedNetwork, chosen: Chosen, built: Built) -> StepReplay:
+    """Return what captures a network's steps: one for all clones that run the same graphs.
+
+    A node runs again when a LoRA before it changes. The captures that were made for its last clone still hold.
+    """
+    what = target.device, chosen.backend.name, tuple(region.path for region in chosen.regions)
+    known, replay = _step_replays.get(target.network, (None, None))
+    if known != what:
+        capture, weights = capture_within(chosen.backend.capture_context), built.compiled.weights
+        replay = StepReplay(target.network, HOST, target.device, built.compiled.counters, capture, weights)
+        _step_replays[target.network] = what, replay
+    return replay
 
 
 def _has_other_patches(target: PatchedNetwork) -> bool:

@@ -43,6 +43,17 @@ FILL_BYTES = 256 * 2**20
 """Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
 
 
+_known: weakref.WeakKeyDictionary[nn.Module, StreamedWeights] = weakref.WeakKeyDictionary()
+
+
+def weights_of(network: nn.Module, device: torch.device, host: Host) -> StreamedWeights:
+    """Return the weights of a network: one object for all clones of a patcher, which share the network's pages."""
+    known = _known.get(network)
+    if known is None or known.device != device:
+        known = _known[network] = StreamedWeights(network, device, host)
+    return known
+
+
 class StreamedWeights:
     """The weights of one network. Refers to the network and its layers weakly."""
 
@@ -51,7 +62,7 @@ class StreamedWeights:
         self.host = host
         self.channels_last = ChannelsLastInPlace(self)
         self._network = weakref.ref(network)
-        self._sources: dict[int, weakref.ref[StreamedSource]] = {}
+        self._sources: weakref.WeakSet[StreamedSource] = weakref.WeakSet()
         self._layers: list[weakref.ref[nn.Module]] = []
         self._attributes: list[dict[str, Any]] = []
         """Of these layers, which have a place in the VBAR."""
@@ -72,7 +83,7 @@ class StreamedWeights:
     def of(self, region: nn.Module) -> StreamedSource:
         """Return the source of one region's weights."""
         source = StreamedSource(self, region)
-        self._sources[id(region)] = weakref.ref(source)
+        self._sources.add(source)
         return source
 
     def follow(self) -> None:
@@ -89,12 +100,8 @@ class StreamedWeights:
             self._signature = None
         if layers:
             self._kept.follow(network, self.device)
-        for key, reference in list(self._sources.items()):
-            source = reference()
-            if source is None:
-                del self._sources[key]
-            else:
-                source.follow()
+        for source in list(self._sources):
+            source.follow()
 
     @property
     def is_held(self) -> bool:

@@ -105,7 +105,7 @@ def x(batch=2):
 def test_the_third_call_of_a_kind_is_replayed_with_its_own_inputs(network):
     replay = serving(network)
     assert [python_calls(replay, network, x(), time=torch.randn(2)) for _ in range(5)] == [1, 2, 0, 0, 0]
-    assert (replay._counters.captures, replay._counters.replays) == (1, 3)
+    assert (replay.counters.captures, replay.counters.replays) == (1, 3)
 
 
 def test_a_result_is_not_overwritten_by_the_next(network):
@@ -120,7 +120,7 @@ def test_tensors_in_containers_are_inputs_too(network):
     replay = serving(network)
     for _ in range(4):
         python_calls(replay, network, x(), control={"output": [torch.randn(2, 4), torch.randn(2, 4)]})
-    assert replay._counters.replays == 2
+    assert replay.counters.replays == 2
 
 
 def test_lists_that_a_call_empties_are_full_in_each_recording(network):
@@ -139,7 +139,7 @@ def test_lists_that_a_call_empties_are_full_in_each_recording(network):
             result = serve(replay, taking, (item,), {"control": {"output": list(residuals)}})
             torch.testing.assert_close(result, expected)
         replay.forget()  # the second time without a comparison
-    assert replay._counters.replays == 2 + 2
+    assert replay.counters.replays == 2 + 2
 
 
 def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
@@ -242,7 +242,7 @@ def test_a_weight_on_another_device_keeps_calls_unrecorded(network):
     replay = serving(network)
     for _ in range(3):
         serve(replay, lambda x: x, (x(),), {})
-    assert replay._counters.captures == 0
+    assert replay.counters.captures == 0
     assert replay.reason == Reason(ReasonCode.WEIGHTS_ELSEWHERE)
 
 
@@ -258,7 +258,7 @@ def test_disturbed_calls_are_not_captured(network, event):
             return network(*args)
 
         serve(replay, disturbed, (x(),), {}, running)
-    assert replay._counters.captures == 0
+    assert replay.counters.captures == 0
 
 
 @pytest.mark.parametrize("change", [{"retired": "it failed its check"}, {"is_evicted": True}])
@@ -269,7 +269,7 @@ def test_a_graph_out_of_use_ends_its_captures(network, change):
     running.entries.add(entry)
     for _ in range(3):
         serve(replay, network, (x(),), {}, running)
-    assert replay._counters.replays == 1
+    assert replay.counters.replays == 1
     CacheEntry(None).retired = Reason(ReasonCode.CHECK_FAILED, "another region")
     assert python_calls(replay, network, x()) == 0
     for name, value in change.items():
@@ -466,11 +466,11 @@ def test_a_cuda_graph_follows_inputs_and_weights():
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
         torch.testing.assert_close(serve(replay, network, (item,), {}), network(item))
-    assert replay._counters.replays == 1
+    assert replay.counters.replays == 1
     network.inner.weight.mul_(2)
     item = torch.randn(2, 4, device=device)
     torch.testing.assert_close(serve(replay, network, (item,), {}), network(item))
-    assert replay._counters.replays == 2
+    assert replay.counters.replays == 2
 
 
 def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_where(network):
@@ -482,7 +482,7 @@ def test_a_call_that_waits_for_the_device_is_not_recorded_and_the_reason_names_w
     for _ in range(4):
         item = x()
         torch.testing.assert_close(serve(replay, waiting, (item,), {}), waiting(item))
-    assert replay._counters.captures == 0
+    assert replay.counters.captures == 0
     assert replay.reason == Reason(ReasonCode.WAITS_FOR_GPU, "aten._local_scalar_dense")
 
 
@@ -506,7 +506,7 @@ def test_what_python_raises_while_recording_is_survived():
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
         torch.testing.assert_close(serve(replay, network, (item,), {"time": None}), network(item))
-    assert replay._counters.replays == 1
+    assert replay.counters.replays == 1
 
 
 @on_gpu
@@ -524,7 +524,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     for _ in range(4):
         item = torch.ones(2, 4, device=device)
         torch.testing.assert_close(serve(replay, waiting, (item,), {}), waiting(item))
-    assert replay._counters.captures == 0
+    assert replay.counters.captures == 0
     assert torch.cuda.current_stream() == stream
     assert torch.randn(1 << 20, device=device).std().item() == pytest.approx(1, abs=0.01)
     replay.forget()
@@ -532,7 +532,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
         torch.testing.assert_close(serve(replay, network, (item,), {"time": None}), network(item))
-    assert replay._counters.replays == 1
+    assert replay.counters.replays == 1
 
 
 @on_gpu
@@ -551,7 +551,7 @@ def test_random_numbers_go_on_as_they_would_have():
         return torch.stack(numbers)
 
     torch.testing.assert_close(draws(lambda: serve(replay, network, (item,), {})), draws(lambda: network(item)))
-    assert replay._counters.replays == 2
+    assert replay.counters.replays == 2
 
 
 @on_gpu
@@ -570,7 +570,7 @@ def test_memory_of_recordings_comes_back(end):
     for _ in range(2):
         for _ in range(3):
             serve(replay, narrow, (item,), {})
-        assert replay._counters.replays
+        assert replay.counters.replays
         assert used() > before + (16 << 20)
         getattr(replay, end)()
         assert used() <= before + (20 << 20 if replay._states else 2 << 20)  # a recording keeps its input
@@ -598,8 +598,8 @@ def test_a_change_between_blocks_drops_recordings_before_the_next_sampling(chang
     replay = serving(network, lambda call, pool: Repeated(call))
     for _ in range(3):
         serve(replay, network, (data,), {})
-    assert replay._counters.replays == 1
+    assert replay.counters.replays == 1
     change(network)
     replay.look()
     torch.testing.assert_close(serve(replay, network, (data,), {}), network(data))
-    assert replay._counters.replays == (1 if dropped else 2)
+    assert replay.counters.replays == (1 if dropped else 2)

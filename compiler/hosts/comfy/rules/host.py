@@ -103,7 +103,7 @@ class ComfyHost(Host):
 
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Weights may come layer by layer; ask again at each call, because a load decides it."""
-        return streamed_weights.StreamedWeights(network, device, self)
+        return streamed_weights.weights_of(network, device, self)
 
     def applies_weight_function(self, attributes: Mapping[str, Any], name: str, in_place: bool = False) -> bool:
         """Dynamic VRAM applies LoRAs when it fills a layer's pages. Other functions are called for each call."""

@@ -8,6 +8,7 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install, streamed_weights
+from compiled_graphs.compiler.runtime import step_replay
 from recorders import repeat
 from rows import adapted, low_rank
 from vbar import stream
@@ -36,6 +37,13 @@ def model(plain, request, load):
 def captures(monkeypatch):
     monkeypatch.setattr(install, "can_capture", lambda device: True)
     monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """Captures outlive their sampling, as with CUDA's asynchronous allocator."""
+    monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
 
 
 def compiled(model, **options):
@@ -182,11 +190,7 @@ def test_steps_are_replayed_while_weights_stay(model, plain, sample, registry, v
     assert counters.replays == STEPS - 3
 
 
-def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, vbar, captures, monkeypatch):
-    from compiled_graphs.compiler.runtime import step_replay
-
-    monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)  # captures outlive their sampling
-    monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
+def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, vbar, captures, lent):
     ours = compiled(model)
     wrapper = ours.object_patches["diffusion_model.forward"]
     counters = wrapper.compiled.counters
@@ -209,6 +213,16 @@ def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, 
     assert_image(sample, ours, plain, vbar, steps=STEPS)
     assert counters.replays - before == STEPS
     assert counters.captures == made
+
+
+def test_captures_serve_the_clone_of_a_node_that_runs_again(model, plain, sample, registry, vbar, captures, lent):
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    for strength in (1.0, 0.5):
+        ours = compiled(adapted(low_rank)(model, strength))
+        assert_image(sample, ours, adapted(low_rank)(plain, strength), vbar, steps=STEPS)
+        counters = ours.object_patches["diffusion_model.forward"].compiled.counters
+        assert (counters.captures, counters.replays) == (0, STEPS)
 
 
 def test_small_weights_stay_where_captures_read_them(model, sample, registry, vbar):
