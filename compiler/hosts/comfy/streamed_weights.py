@@ -4,9 +4,10 @@ Under dynamic VRAM a layer's weights have a place in a range of GPU addresses (V
 is room and emptied when there is none. A page that is faulted is pinned until it is unpinned; the fault returns a
 signature that changes when the page was emptied in between. The addresses never change. So:
 
-- while a network runs, one fault holds all of its pages, if they fit, and one comparison says that they are filled;
+- while a network runs, one fault holds all of its pages, if they are there, and one comparison tells whether they are
+  filled;
 - a region's graph takes the weights from there. CUDA graphs that have their addresses stay valid for good;
-- if they do not fit, each region has its layers cast by ComfyUI's own functions, and the next region's weights come
+- if some are not, each region has its layers cast by ComfyUI's own functions, and the next region's weights come
   over another stream while a region runs.
 
 Layers without a place, of the low-VRAM modes, are cast by ComfyUI's function as well, one region at a time.
@@ -37,6 +38,8 @@ ARRIVED = {"weight": "_v_weight", "bias": "_v_bias"}
 FUNCTIONS = ("weight_function", "bias_function")
 LORA_FUNCTIONS = ("weight_lowvram_function", "bias_lowvram_function")
 
+PAGE_BYTES, _IN_MEMORY = 32 * 2**20, 1
+"""A VBAR's pages, and the flag of one that is in the GPU's memory (`ModelVBAR.get_residency`)."""
 SMALL_BYTES = 16 * 2**10
 """Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
 FILL_BYTES = 256 * 2**20
@@ -76,6 +79,10 @@ class StreamedWeights:
         self._forms: list[tuple] = []
         self._crowded: int | None = None
         """Calls of this size or more had too little memory beside the weights."""
+        self._has_room: bool | None = None
+        """Whether all regions of the running call found room for their weights; None if none has asked."""
+        self._fits = False
+        """The same of the call before: what is missing are the pages of layers that nobody has called."""
         self._running = 0
         self._lock = threading.RLock()
         self.ahead = Ahead()
@@ -117,12 +124,14 @@ class StreamedWeights:
 
     @contextmanager
     def running(self, size: int) -> Iterator[None]:
-        """Hold the weights on the device during a call, if they fit; otherwise each region has its own brought."""
+        """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
         is_held = self._span is not None and self._hold(size)
+        self._has_room = None
         try:
             yield
         finally:
             self.ahead.drop()
+            self._fits = self._has_room is True
             if is_held:
                 with self._lock:
                     self._running -= 1
@@ -137,6 +146,9 @@ class StreamedWeights:
 
     def _hold(self, size: int) -> bool:
         if self._crowded is not None and size >= self._crowded:
+            return False
+        # A fault that wants more pages than fit gives up those that are there. So regions ask for theirs first.
+        if not self._fits and not _is_resident(self._span):
             return False
         signature = _fault(self._span)
         if signature is None:
@@ -165,6 +177,10 @@ class StreamedWeights:
     def _has_dirty(self) -> bool:
         """Whether ComfyUI has declared what has arrived outdated: another LoRA."""
         return None in [attributes.get(SIGNATURE) for attributes in self._attributes]
+
+    def note_room(self, has_room: bool) -> None:
+        """Note whether a region's weights found room in their pages."""
+        self._has_room = has_room and self._has_room is not False
 
     def layers(self) -> list[nn.Module]:
         """Return the layers that have a place in the VBAR."""
@@ -248,6 +264,7 @@ class StreamedSource:
         if self._cast is not None and self._cast.is_overwritten():
             self.end_cast()
         self.begin_cast()
+        self._weights.note_room(all(vars(layer)["_prefetch"]["signature"] is not None for layer in self._cast.layers))
         found: dict[int, dict[str, torch.Tensor]] = {}
         comfy_compat.wait_for_stream(self._weights.device, self._cast.stream)
         for layer in self._cast.layers:
@@ -537,6 +554,13 @@ def _in_portions(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
 
 def _fault(place: tuple[Any, int, int]) -> Any:
     return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
+
+
+def _is_resident(place: tuple[Any, int, int]) -> bool:
+    """Whether all pages of a range are there, without asking for any."""
+    vbar, address, size = place
+    flags, first = vbar.get_residency(), address - vbar.base_addr
+    return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
 
 
 def _unpin(place: tuple[Any, int, int]) -> None:

@@ -77,7 +77,7 @@ def test_a_streamed_model_stays_streamed(model, registry):
 
 def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):
     ours = compiled(model, verify=False)
-    assert_image(sample, ours, plain, vbar)
+    assert_image(sample, ours, plain, vbar, steps=2)
     layers = layers_of(ours)
     assert len(layers) > 30
     assert all(streamed_weights.has_arrived(layer) for layer in layers)
@@ -88,7 +88,7 @@ def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):
 
 def test_one_fault_holds_all_weights_of_a_call(model, sample, registry, vbar):
     ours = compiled(model, verify=False)
-    sample(ours, "tiny_sd15")
+    sample(ours, "tiny_sd15", steps=2)
     wrapper = ours.object_patches["diffusion_model.forward"]
     before, called = vbar.faults, wrapper.compiled.counters.calls
     sample(ours, "tiny_sd15", steps=4)
@@ -113,7 +113,7 @@ def test_weights_that_do_not_fit_are_brought_for_each_region(share, model, plain
     for seed in range(2):
         assert_image(sample, ours, plain, vbar, seed=seed, steps=2)
     vbar.limit = vbar.memory.numel()
-    assert_image(sample, ours, plain, vbar)
+    assert_image(sample, ours, plain, vbar, steps=2)
     assert all(streamed_weights.has_arrived(layer) for layer in layers_of(ours))
 
 
@@ -195,15 +195,16 @@ def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, 
     wrapper = ours.object_patches["diffusion_model.forward"]
     counters = wrapper.compiled.counters
     assert_image(sample, ours, plain, vbar, steps=STEPS)
-    made = counters.captures
+    made, steps = counters.captures, STEPS
     for change in (lambda m: m, adapted(low_rank), lambda m: m):
         ours_now, plain_now = (
             m if change is None else change(m, 1.0) if change.__name__ != "<lambda>" else m for m in (ours, plain)
         )
         before = counters.replays
         assert_image(sample, ours_now, plain_now, vbar, steps=STEPS)
-        assert counters.replays - before == STEPS
+        assert counters.replays - before == steps
         vbar.evict()
+        steps = STEPS - 1  # the first call brings the weights, region by region
     vbar.limit = vbar.size // 2
     before = counters.replays
     assert_image(sample, ours, plain, vbar, steps=STEPS)
@@ -211,7 +212,7 @@ def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, 
     assert wrapper.step_replay.reason == Reason(ReasonCode.WEIGHTS_ELSEWHERE)
     vbar.limit = vbar.memory.numel()
     assert_image(sample, ours, plain, vbar, steps=STEPS)
-    assert counters.replays - before == STEPS
+    assert counters.replays - before == STEPS - 1
     assert counters.captures == made
 
 
@@ -228,7 +229,7 @@ def test_captures_serve_the_clone_of_a_node_that_runs_again(model, plain, sample
 def test_small_weights_stay_where_captures_read_them(model, sample, registry, vbar):
     ours = compiled(model)
     weights = ours.object_patches["diffusion_model.forward"].compiled.weights
-    sample(ours, "tiny_sd15")
+    sample(ours, "tiny_sd15", steps=2)
     places = [tensor.data_ptr() for tensor in weights._kept.tensors()]
     assert len(places) > 20
     for seed in range(2):

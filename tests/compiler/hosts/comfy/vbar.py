@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_graphs.compiler.hosts.comfy import streamed_weights
 from torch import nn
 
 PAGE = 64 * 1024
@@ -55,6 +56,13 @@ class VBAR:
             self.pins[page] = self.pins.get(page, 0) + 1
         return (ctypes.c_uint32 * len(pages))(*(self.serials[page] for page in pages))
 
+    @property
+    def base_addr(self) -> int:
+        return self.base
+
+    def get_residency(self) -> list[int]:
+        return [int(page in self.filled) for page in range(self.memory.numel() // PAGE)]
+
     def unpin(self, place: tuple[VBAR, int, int]) -> None:
         for page in self.pages(place):
             assert self.pins.get(page, 0) > 0, "unpinned more often than faulted"
@@ -80,6 +88,7 @@ def vbar(monkeypatch: pytest.MonkeyPatch) -> VBAR:
     import comfy.memory_management
     import comfy_aimdo.torch
 
+    monkeypatch.setattr(streamed_weights, "PAGE_BYTES", PAGE)
     made = VBAR(256 * 2**20)
     monkeypatch.setattr(library, "vbar_fault", lambda place: place[0].fault(place))
     monkeypatch.setattr(library, "vbar_unpin", lambda place: place and place[0].unpin(place))
