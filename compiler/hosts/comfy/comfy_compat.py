@@ -194,12 +194,6 @@ def streams_weights() -> bool:
     return bool(find(f"{MEMORY}.aimdo_enabled"))
 
 
-def set_streams_weights(value: bool) -> None:
-    """Say in a process of our own whether patchers of ComfyUI's process may do so: layers are built accordingly."""
-    if find(f"{MEMORY}.aimdo_enabled") is not None:
-        importlib.import_module(MEMORY).aimdo_enabled = value
-
-
 def can_stream() -> bool:
     """Whether this ComfyUI has all functions by which streamed weights can be brought for a graph."""
     names = ("cast_modules_with_vbar", "resolve_cast_module_with_vbar")

@@ -63,6 +63,8 @@ class StreamedWeights:
     def __init__(self, network: nn.Module, device: torch.device, host: Host) -> None:
         self.device = device
         self.host = host
+        self.can_stream = True
+        """Whether this ComfyUI has what streamed weights are brought by."""
         self.channels_last = ChannelsLastInPlace(self)
         self._network = weakref.ref(network)
         self._sources: weakref.WeakSet[StreamedSource] = weakref.WeakSet()
@@ -105,6 +107,7 @@ class StreamedWeights:
             self._layers = [weakref.ref(layer) for layer in layers]
             self._span = _span_of(places)
             self._signature = None
+        self.can_stream = comfy_compat.can_stream()
         if layers:
             self._kept.follow(network, self.device)
         for source in list(self._sources):
@@ -125,7 +128,7 @@ class StreamedWeights:
     @contextmanager
     def running(self, size: int) -> Iterator[None]:
         """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
-        is_held = self._span is not None and self._hold(size)
+        is_held = self._span is not None and self.can_stream and self._hold(size)
         self._has_room = None
         try:
             yield
@@ -260,6 +263,8 @@ class StreamedSource:
             done.end()
 
     def _streamed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._weights.can_stream:
+            raise Unsupported(ReasonCode.WEIGHT_DEVICE, f"their way to {self._weights.device}, layer by layer")
         self._weights.ahead.note(self)
         if self._cast is not None and self._cast.is_overwritten():
             self.end_cast()
@@ -559,6 +564,8 @@ def _fault(place: tuple[Any, int, int]) -> Any:
 def _is_resident(place: tuple[Any, int, int]) -> bool:
     """Whether all pages of a range are there, without asking for any."""
     vbar, address, size = place
+    if not hasattr(vbar, "get_residency"):
+        return False
     flags, first = vbar.get_residency(), address - vbar.base_addr
     return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
 

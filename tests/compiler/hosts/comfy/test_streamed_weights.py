@@ -6,8 +6,8 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, streamed_weights
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install, streamed_weights
 from compiled_graphs.compiler.runtime import step_replay
 from recorders import repeat
 from rows import adapted, low_rank
@@ -131,6 +131,15 @@ def test_loras_are_in_the_weights(share, model, plain, sample, registry, vbar):
         images.append(sample(ours_now, "tiny_sd15", steps=2))
     assert torch.equal(images[0], images[3])
     assert not torch.allclose(images[0], images[1], rtol=1e-2)
+
+
+def test_a_core_that_streams_in_another_way_runs_eagerly(model, sample, registry, vbar, monkeypatch):
+    ours = compiled(model)
+    monkeypatch.setattr(comfy_compat, "can_stream", lambda: False)
+    before = totals.eager_calls.copy()
+    assert torch.isfinite(sample(ours, "tiny_sd15")).all()
+    assert {reason.code for reason in totals.eager_calls - before} == {ReasonCode.WEIGHT_DEVICE}
+    assert vbar.faults == 0
 
 
 def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vbar):
