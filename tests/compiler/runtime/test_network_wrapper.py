@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper
 from compiled_graphs.compiler.runtime.region_forward import _thread
@@ -42,6 +43,7 @@ class FakeCompiledModel:
 
     def __init__(self):
         self.changed = self.is_due = False
+        self.counters = Counters()
         self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
         self.ended = []
 
