@@ -212,7 +212,7 @@ def test_no_replay_on_weights_in_another_layout(network):
     arrangement.begin()
     for _ in range(3):
         recordings.serve(network, inputs, {}, RunningCall(None))
-    assert recordings._counters.replays == 1
+    assert recordings.counters.replays == 1
     arrangement.end()
     torch.testing.assert_close(recordings.serve(network, inputs, {}, RunningCall(None)), expected)
-    assert recordings._counters.replays == 1
+    assert recordings.counters.replays == 1

@@ -71,7 +71,7 @@ def test_replays_follow_inputs_and_weights():
             ours = recordings.serve(lambda x: graph(weights_of(block), [x])[0], (x,), {}, RunningCall(None))
             torch.testing.assert_close(ours, block(x), atol=1e-3, rtol=1e-3)
             block.gate.mul_(1.5)
-    assert recordings._counters.replays == 2, recordings.reason
+    assert recordings.counters.replays == 2, recordings.reason
 
 
 def test_warming_up_imports_what_the_first_load_needs():
