@@ -6,14 +6,17 @@ or lets people cancel overrides methods of this class. Nothing else in the compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from .reason import Reason, ReasonCode
+from .inner_tensors import TENSOR_TYPES, InnerTensors
+from .reason import Reason, ReasonCode, Unsupported
+from .torch_compat import FakeTensor
 from .weight_source import NetworkWeights, ResidentWeights
 
 PatchCall = Callable[..., torch.Tensor]
@@ -101,6 +104,23 @@ class Host:
         A host that casts while it loads may keep the weight in another.
         """
         return tensor.dtype
+
+    def inner_tensors(self, tensor: torch.Tensor) -> InnerTensors | None:
+        """Return what a weight consists of; None for one that stands for itself.
+
+        Raises Unsupported for one of a type or layout that the host does not know.
+        """
+        if type(tensor) in TENSOR_TYPES or isinstance(tensor, FakeTensor):
+            return None
+        raise Unsupported(ReasonCode.WEIGHT_TYPE, type(tensor).__name__)
+
+    def with_inner_tensors(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a weight like this one that consists of other tensors, in the order of `inner_tensors`."""
+        raise NotImplementedError("a host that knows no such weights makes none")
+
+    def traced_functions(self) -> AbstractContextManager[Any]:
+        """Enter around a region's code while it is traced with weights that consist of other tensors."""
+        return nullcontext()
 
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Return where the weights of a network that runs on this device come from."""

@@ -35,10 +35,9 @@ from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
 from ..storage.base import Store
 from ..storage.graph_file import StoredGraph
-from ..tracing import attention_op as attention
-from ..tracing import patch_ops as patches
 from ..tracing.export import export_region
 from ..tracing.graph_request import GraphRequest
+from ..tracing.operators import register_operators
 from ..tracing.side_effects import untouched
 from .key import environment
 from .worker_pool import WorkerError, Workers
@@ -261,8 +260,7 @@ class GraphCache:
         if entry := self._find(stored.key):
             by.counters.add("from_memory")
             return entry
-        attention.register_operator()
-        patches.register_operators()
+        register_operators()
         start = time.perf_counter()
         graph = self.run(stored.spec.region, lambda: stored.load(by.backend))
         seconds = time.perf_counter() - start
@@ -347,8 +345,7 @@ class GraphCache:
         if entry := self._find(task.key):
             task.by.counters.add("from_memory")
             return entry, "memory"
-        attention.register_operator()
-        patches.register_operators()
+        register_operators()
         start = time.perf_counter()
         if loaded := self._read_stored(task.key, task.by.backend):
             graph, size = loaded

@@ -29,10 +29,9 @@ from ..common.torch_compat import FakeTensorMode, ShapeEnv
 from ..identity.call_signature import parse
 from ..identity.fingerprint import fingerprint
 from ..identity.graph_spec import GraphSpec
-from ..tracing import attention_op as attention
-from ..tracing import patch_ops as patches
 from ..tracing.export import ExportedRegion, export_region
 from ..tracing.graph_request import GraphRequest
+from ..tracing.operators import register_operators
 
 _LENGTH = struct.Struct("<Q")
 
@@ -141,8 +140,7 @@ def _make(order: CompileRequest, host: Host) -> CompileResult:
 
 def _warm_up(backend: Backend, device: torch.device) -> None:
     """Compile a small example: the first compile of a process costs 7 to 10 s of imports, and nobody waits yet."""
-    attention.register_operator()
-    patches.register_operators()
+    register_operators()
     backend.warm_up()
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
         # On a CPU the example would start a C++ compiler, which takes longer than the warm-up saves.

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 
+from ..common.inner_tensors import TENSOR_TYPES
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import pytree
-
-TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""The exact types that a graph takes. A subclass (quantised, wrapped, fake) may compute something else."""
 
 _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     type(None): (lambda value: value, lambda value: None),

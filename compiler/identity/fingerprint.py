@@ -31,7 +31,7 @@ import torch.nn.functional
 from torch import nn
 
 from ..common.host import Host
-from ..common.reason import Reason, ReasonCode
+from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.torch_compat import OpOverload, OpOverloadPacket
 from .memory_format import has_layouts, stride_in
 from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, qualified_name, read_source
@@ -159,7 +159,7 @@ class Describer:
                 for name, value in settings_in(child).items()
             }
             tensors = {
-                name: [list(t.shape), str(self._host.weight_dtype(child, name, t)), _stride(t, is_arranged)]
+                name: self._weight(child, name, t, values, is_arranged)
                 for group in (child._parameters, child._buffers)
                 for name, t in group.items()
                 if t is not None  # a layer that is filled from a file has no entry for an absent tensor
@@ -169,6 +169,18 @@ class Describer:
         text = json.dumps([code.digest, record], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return Description(digest, code.string_constants, values.obscure or code.obscure), code
+
+    def _weight(self, layer: nn.Module, name: str, weight: torch.Tensor, values: _Values, is_arranged: bool) -> list:
+        """Describe a weight by its form, or by the layout and forms of what it consists of."""
+        form = [list(weight.shape), str(self._host.weight_dtype(layer, name, weight)), _stride(weight, is_arranged)]
+        try:
+            inner = self._host.inner_tensors(weight)
+        except Unsupported:  # the region is eager for that reason
+            return form
+        if inner is None:
+            return form
+        forms = [[n, list(t.shape), str(t.dtype)] for n, t in zip(inner.names, inner.tensors, strict=True)]
+        return [*form, values.describe(inner.layout, name), forms]
 
     def code(self, roots: frozenset) -> Code:
         """Describe functions and classes, and all code that they lead to."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ..common.inner_tensors import TENSOR_TYPES
 from ..common.torch_compat import storage_users
-from ..identity.call_signature import TENSOR_TYPES
 from ..identity.memory_format import has_layouts, stride_in
 
 _UNSHARED_USES = 2

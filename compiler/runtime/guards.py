@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from ..common.host import Host
+from ..common.inner_tensors import TENSOR_TYPES, plain_names, plain_tensors
 from ..common.reason import ReasonCode, Unsupported
 from ..common.tensor_slots import owned_tensor_slots, tensor_slots
 from ..common.torch_compat import global_forward_hooks, global_forward_pre_hooks
 from ..common.weight_source import RESIDENT, NetworkWeights, WeightSource
-from ..identity.call_signature import STATIC_TYPES, TENSOR_TYPES
+from ..identity.call_signature import STATIC_TYPES
 from ..identity.graph_spec import GraphSpec
 from ..identity.memory_format import has_layouts
 
@@ -109,14 +110,18 @@ class WeightGuard:
         """`device` is where the region runs. The modules may hold its weights elsewhere."""
         named = list(owned_tensor_slots(region))
         self._slots = [slot for _, _, slot in named]
-        self._names = tuple(name for name, _, _ in named)
         self._layers = [weakref.ref(layer) for _, layer, _ in named]
         self._host = host
         self._source = source
         self._device = device if host.weights_say_device else None
-        self._held = self._current()
+        self._held = held = self._current()
         """What the modules held at the last check."""
-        self._forms = self._forms_of(self._held)
+        self._consists = any(type(weight) not in TENSOR_TYPES for weight in held)
+        """Whether some weights consist of other tensors."""
+        self._plain = held
+        """The same, with inner tensors in the place of such weights."""
+        self._names = self._names_of([name for name, _, _ in named])
+        self._forms = self._forms_of(held)
         self._checked = _Tensors([])
         self._fit: tuple[GraphSpec, bool] | None = None
         """The spec that the last weights fitted as they were, and whether the modules held these."""
@@ -126,14 +131,15 @@ class WeightGuard:
     def check(self) -> None:
         """Raise Changed if shapes or dtypes have changed, or if the weights' device shows that the model has moved."""
         self._held = held = self._current()
-        if self._checked.are(held):
+        self._plain = plain = self._plain_of(held)
+        if self._checked.are(plain):
             return
         self._fit = None
         if any(weight is None for weight in held) or self._forms_of(held) != self._forms:
             raise Changed
         if self._device is not None and any(weight.device != self._device for weight in held):
             raise Changed
-        self._checked = _Tensors(held if all(type(weight) in TENSOR_TYPES for weight in held) else [])
+        self._checked = _Tensors(plain if all(type(weight) in TENSOR_TYPES for weight in plain) else [])
 
     def acquire(self, spec: GraphSpec, have_functions: bool) -> Sequence[torch.Tensor]:
         """Return the weights that `check` found right, where the model runs and in the layout of `spec`.
@@ -142,17 +148,19 @@ class WeightGuard:
         with the reason if they do not match `spec`.
         """
         if self._fit == (spec, True) and not have_functions:
-            return self._held
-        weights = self._source.acquire(self._held)
-        fit = spec, weights is self._held
-        if fit == self._fit and (weights is self._held or self._acquired.are(weights)):
+            return self._plain
+        acquired = self._source.acquire(self._held)
+        is_held = acquired is self._held
+        weights = self._plain if is_held else self._plain_of(acquired)
+        fit = spec, is_held
+        if fit == self._fit and (is_held or self._acquired.are(weights)):
             return weights
         self._fit = None
-        if self._names != spec.weight_names:
+        if self._names != spec.weight_names or len(weights) != len(self._names):
             raise _other_weights(next(iter(self._names), "none"))
         arranged = [self._in_layout(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
-            self._fit, self._acquired = fit, _Tensors([] if weights is self._held else weights)
+            self._fit, self._acquired = fit, _Tensors([] if is_held else weights)
         return arranged
 
     def release(self) -> None:
@@ -162,12 +170,29 @@ class WeightGuard:
     def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))
 
+    def _plain_of(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        return plain_tensors(weights, self._host.inner_tensors) if self._consists else weights
+
+    def _names_of(self, names: list[str]) -> tuple[str, ...]:
+        try:
+            return tuple(plain_names(zip(names, self._held, strict=True), self._host.inner_tensors))
+        except Unsupported:  # the region is eager for that reason
+            return tuple(names)
+
     def _forms_of(self, held: Sequence[torch.Tensor | None]) -> list[Any]:
         names = [name for _, name in self._slots]
         return [
-            None if tensor is None else (self._host.weight_dtype(layer(), name, tensor), tensor.shape)
+            None if tensor is None else self._form(layer(), name, tensor)
             for layer, name, tensor in zip(self._layers, names, held, strict=True)
         ]
+
+    def _form(self, layer: nn.Module, name: str, weight: torch.Tensor) -> tuple[Any, ...]:
+        form = self._host.weight_dtype(layer, name, weight), weight.shape
+        try:
+            inner = self._host.inner_tensors(weight)
+        except Unsupported:
+            return *form, type(weight)
+        return form if inner is None else (*form, inner.form)
 
     @staticmethod
     def _in_layout(weight: Any, name: str, layout: tuple) -> torch.Tensor:
@@ -218,12 +243,14 @@ class _Tensors:
 class TensorGuard:
     """Checks that a network's weights have not moved, and that its own attributes are unchanged."""
 
-    def __init__(self, network: nn.Module, device: torch.device, weights: NetworkWeights) -> None:
+    def __init__(self, network: nn.Module, host: Host, device: torch.device, weights: NetworkWeights) -> None:
         self._attributes = network.__dict__
         self._values = self._current_values()
+        self._host = host
         self._weights = weights
         self._places = weights.places
         self._slots = [slot for _, slot in tensor_slots(network)] if self._places is RESIDENT else []
+        self._consists = any(type(group[name]) not in TENSOR_TYPES for group, name in self._slots)
         tensors = self._current()
         self.is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
         self._known = _Tensors(tensors if self.is_usable else [])
@@ -234,7 +261,13 @@ class TensorGuard:
         return self.is_usable and is_same and self._known.are(self._current())
 
     def _current(self) -> list[torch.Tensor | None]:
-        return list(starmap(dict.get, self._slots))
+        held = list(starmap(dict.get, self._slots))
+        if not self._consists:
+            return held
+        try:
+            return plain_tensors(held, self._host.inner_tensors)
+        except Unsupported:  # of a type that no graph takes: there is no capture
+            return held
 
     def _current_values(self) -> dict[str, int]:
         # Each clone of a host's patcher has a stand-in of its own for the network's method.

@@ -14,10 +14,11 @@ from torch import nn
 
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.inner_tensors import plain_tensors
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.tensor_slots import tensor_slots
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry
-from ..identity.call_signature import TENSOR_TYPES, CallSignature, ContextArguments, bind, read
+from ..identity.call_signature import CallSignature, ContextArguments, bind, read
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
 
@@ -94,7 +95,7 @@ class RegionKind:
             description.string_constants,
             ContextArguments(type(module), host.context_arguments),
             device,
-            closed=description.obscure or _unusual_weight(module),
+            closed=description.obscure or _unusual_weight(module, host),
         )
 
     @classmethod
@@ -195,11 +196,13 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
     return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)
 
 
-def _unusual_weight(module: nn.Module) -> Reason | None:
-    """Quantised and wrapped weights decide for themselves what an operator does to them."""
-    types = {type(group[name]) for _, (group, name) in tensor_slots(module)}
-    unusual = sorted(kind.__name__ for kind in types if kind not in TENSOR_TYPES)
-    return Reason(ReasonCode.WEIGHT_TYPE, unusual[0]) if unusual else None
+def _unusual_weight(module: nn.Module, host: Host) -> Reason | None:
+    """Weights of a type that the host does not know decide for themselves what an operator does to them."""
+    try:
+        plain_tensors((group[name] for _, (group, name) in tensor_slots(module)), host.inner_tensors)
+    except Unsupported as error:
+        return error.reason
+    return None
 
 
 def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:

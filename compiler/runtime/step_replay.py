@@ -201,7 +201,7 @@ class StepReplay:
         if not (running.had_setup or running.is_eager_in_part) and self._has_room():
             self._states[key] = _Seen()
             self._entries |= running.entries
-            self._tensors = self._tensors or TensorGuard(self._network(), self._device, self._weights)
+            self._tensors = self._tensors or TensorGuard(self._network(), self._host, self._device, self._weights)
             self._watch = self._watch or _watch_of(self._network(), self._host)
             self.reason = None if self._tensors.is_usable else Reason(ReasonCode.WEIGHTS_ELSEWHERE)
         return result

@@ -7,8 +7,8 @@ what the trace says about valid calls, so that any other call is refused rather 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import nn
 
 from ..common.errors import one_line
 from ..common.host import Host
+from ..common.inner_tensors import plain_names, plain_tensors
 from ..common.reason import ReasonCode, Unsupported
-from ..common.tensor_slots import tensor_slots
+from ..common.tensor_slots import Slot, tensor_slots
 from ..common.torch_compat import (
     ConstantArgument,
     FakeTensorMode,
@@ -57,27 +58,48 @@ Functions = Callable[[bool], AbstractContextManager[Any]]
 """Returns a context to run a region's code in. The argument says whether the region is called with feature maps."""
 
 
+class _Weights:
+    """The weights of a weightless copy, and how new ones are put into it."""
+
+    def __init__(self, weightless: nn.Module, host: Host) -> None:
+        named = [(name, group[own], (group, own)) for name, (group, own) in tensor_slots(weightless)]
+        self.names = plain_names(((name, weight) for name, weight, _ in named), host.inner_tensors)
+        self.tensors = plain_tensors((weight for _, weight, _ in named), host.inner_tensors)
+        self._host = host
+        self._slots: list[tuple[Slot, torch.Tensor]] = [(slot, weight) for _, weight, slot in named]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put tensors into the copy, in the order of `tensors`."""
+        supply = iter(tensors)
+        for (group, name), before in self._slots:
+            inner = self._host.inner_tensors(before)
+            if inner is None:
+                group[name] = laid_out(next(supply))
+            else:
+                group[name] = self._host.with_inner_tensors(before, [next(supply) for _ in inner.tensors])
+
+
 class _PureRegion(nn.Module):
     """The region as f(weights, inputs). It is not registered as a submodule, so that no tensor becomes a constant."""
 
     def __init__(
         self,
         region: nn.Module,
+        put_weights: Callable[[Sequence[torch.Tensor]], None],
         signature: CallSignature,
         context: Callable[[], dict[str, Any]],
+        functions: Callable[[], AbstractContextManager[Any]],
         has_maps: bool,
-        functions: Functions,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "hidden", (region, signature, context, has_maps, functions))
+        object.__setattr__(self, "hidden", (region, put_weights, signature, context, functions, has_maps))
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, signature, make_context, has_maps, functions = self.hidden
+        region, put_weights, signature, make_context, functions, has_maps = self.hidden
         context = make_context()
-        for (_, (group, name)), weight in zip(list(tensor_slots(region)), weights, strict=True):
-            group[name] = laid_out(weight)
+        put_weights(weights)
         arguments = signature.fill(inputs)
-        with functions(has_maps):
+        with functions():
             result = call_forward(region, arguments, context)
         if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
@@ -109,8 +131,8 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         is_arranged = host.uses_channels_last(request.module) and request.device.type in host.channels_last_on
         weightless = weightless_copy(request.module, host, lambda t: _empty_like(t, request.device, is_arranged))
         host.prepare_for_tracing(weightless)
-        named = list(tensor_slots(weightless))
-        weights = [group[name] for _, (group, name) in named]
+        held = _Weights(weightless, host)
+        weights = held.tensors
         formats = [input_format(request.module, shape, request.device) for shape in request.hints]
         inputs = [
             torch.empty(shape, dtype=dtype, device=request.device, memory_format=MEMORY_FORMATS[fmt])
@@ -127,7 +149,14 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         traced.extend(value for value in made.values() if isinstance(value, TracedOptions))
         return made
 
-    pure = _PureRegion(weightless, request.signature, context, "channels_last" in formats, functions)
+    has_maps = "channels_last" in formats
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with functions(has_maps), host.traced_functions():
+            yield
+
+    pure = _PureRegion(weightless, held.put, request.signature, context, around, has_maps)
     auto = torch.export.Dim.AUTO
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
     with torch.no_grad():
@@ -139,7 +168,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         raise Unsupported(ReasonCode.RANDOM)
     weight_specs = tuple(
         WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
-        for (name, _), t in zip(named, weights, strict=True)
+        for name, t in zip(held.names, weights, strict=True)
     )
     spec = _spec(request, program, weight_specs, formats, mutated)
     if traced:

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from ..common.host import Host
+from ..common.reason import Unsupported
 
 
 def weightless_copy(module: nn.Module, host: Host, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Copy the tree of modules. `tensor` returns the replacement for each parameter and buffer.
+    """Copy the tree of modules. `tensor` returns the replacement for each parameter and buffer, inner ones included.
 
     It is given a tensor of the dtype in which the weight reaches the layer, which is not always that of its file.
     """
@@ -38,6 +39,16 @@ def _in_its_dtype(module: nn.Module, name: str, tensor: torch.Tensor, host: Host
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
 
+def _replaced(module: nn.Module, name: str, weight: torch.Tensor, host: Host, tensor: Callable) -> torch.Tensor:
+    try:
+        inner = host.inner_tensors(weight)
+    except Unsupported:  # the region is eager, whatever its copy holds
+        inner = None
+    if inner is None:
+        return tensor(_in_its_dtype(module, name, weight, host))
+    return host.with_inner_tensors(weight, [tensor(part) for part in inner.tensors])
+
+
 def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Module]) -> nn.Module:
     if id(module) in done:
         return done[id(module)]
@@ -50,7 +61,7 @@ def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Mo
     copied.__dict__.update(attributes)
     for group in ("_parameters", "_buffers"):
         tensors = {
-            name: None if t is None else tensor(_in_its_dtype(module, name, t, host))
+            name: None if t is None else _replaced(module, name, t, host, tensor)
             for name, t in module.__dict__[group].items()
         }
         copied.__dict__[group] = copy.copy(module.__dict__[group])

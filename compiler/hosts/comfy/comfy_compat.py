@@ -30,6 +30,7 @@ MODULE_NAMES = {
     "comfy.patcher_extension.CallbacksMP": "no CUDA graphs, no DeepCache; each call is looked at",
     "comfy.utils.ProgressBar": "no progress bar",
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
+    "comfy.quant_ops.QuantizedTensor": "quantised weights keep their regions eager",
     "comfy.ops.cast_bias_weight": "weights that are moved or changed at each call keep their regions eager",
     "comfy.ops.cast_modules_with_vbar": "weights that are streamed keep their regions eager",
     "comfy.ops.resolve_cast_module_with_vbar": "weights that are streamed keep their regions eager",

@@ -14,7 +14,7 @@ from ...compile_cache.graph_cache import GraphCache
 from ...compile_cache.worker_pool import Workers
 from ...registry.registry import Registry
 from ...storage.store import StoreError, open_store
-from ...tracing.attention_op import register_operator
+from ...tracing.operators import register_operators
 from . import comfy_compat, worker_setup
 from .rules.host import HOST
 
@@ -65,6 +65,6 @@ def _warm_up(backend: str) -> None:
     workers, store = registry().cache.workers, registry().cache.store
     if workers is not None and workers.count > 1 and store is not None and not store.keys():
         workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
-    register_operator()
+    register_operators()
     chosen.warm_up()
     load_libraries(device)

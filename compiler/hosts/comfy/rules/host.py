@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from ....common.host import Host
+from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import Reason, ReasonCode
 from ....common.weight_source import NetworkWeights
-from ....identity.call_signature import TENSOR_TYPES
 from ....identity.context_options import TracedOptions, fresh
 from ....identity.fingerprint import is_outside
 from ....identity.source import functions_in
@@ -20,8 +21,11 @@ from ....tracing.attention_op import opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
 from .. import comfy_compat, deep_cache, streamed_weights
 from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, NETWORK_WRAPPERS, OPTIONS, PATCHES, REPLACEMENTS, STEPS, WRAPPERS
-from . import attention_patches
+from . import attention_patches, quantized_weights
 from .scaled_fp8 import multiply_weights
+
+FORCE_CAST = "comfy_force_cast_weights"
+"""Attribute of a layer whose weight is cast to the dtype of its input. A quantised one is dequantised then."""
 
 # What a block may look up to hand it on. Tracing sees to it that the block does no more with it.
 _BOOKKEEPING = attention_patches.PLACES | {PATCHES, REPLACEMENTS}
@@ -50,14 +54,15 @@ class ComfyHost(Host):
 
     folder = Path(__file__).resolve().parents[1]
     context_arguments = frozenset({OPTIONS})
-    weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
+    weight_hooks = frozenset(
+        {"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function", FORCE_CAST}
+    )
     volatile_attributes = weight_hooks | {
         "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
         # `ModelPatcher.load` marks the layers of extensions, too.
         "comfy_cast_weights",
         "prev_comfy_cast_weights",
         "comfy_patched_weights",
-        "comfy_force_cast_weights",
         "comfy_need_lazy_init_bias",
         "seed_key",
         # Weights that are streamed (`ModelPatcherDynamic.load`, `comfy.model_prefetch`).
@@ -101,6 +106,23 @@ class ComfyHost(Host):
             return tensor.dtype
         return streamed_weights.dtype_of(layer, name, tensor)
 
+    def inner_tensors(self, tensor: torch.Tensor) -> InnerTensors | None:
+        """Quantised weights have inner tensors."""
+        if type(tensor) in TENSOR_TYPES:
+            return None
+        quantized = quantized_weights.quantized_type()
+        if quantized is not None and isinstance(tensor, quantized):
+            return quantized_weights.inner_tensors(tensor)
+        return super().inner_tensors(tensor)
+
+    def with_inner_tensors(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return quantized_weights.with_inner_tensors(weight, tensors)
+
+    def traced_functions(self) -> AbstractContextManager[Any]:
+        """Layouts answer for torch's functions of quantised weights."""
+        quantized = quantized_weights.quantized_type()
+        return nullcontext() if quantized is None else quantized_weights.QuantizedFunctions(quantized)
+
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Weights may come layer by layer; ask again at each call, because a load decides it."""
         return streamed_weights.weights_of(network, device, self)
@@ -109,7 +131,9 @@ class ComfyHost(Host):
         """Dynamic VRAM applies LoRAs when it fills a layer's pages. Other functions are called for each call."""
         if name in streamed_weights.LORA_FUNCTIONS:
             return streamed_weights.PLACE in attributes
-        return not in_place
+        if quantized_weights.is_quantized(attributes):  # the layer then dequantises its weight, and multiplies that
+            return False
+        return not in_place or name == FORCE_CAST
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""

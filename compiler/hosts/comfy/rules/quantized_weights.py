@@ -1,0 +1,162 @@
+"""Quantised weights (`comfy_kitchen`'s QuantizedTensor): their inner tensors are inputs of a graph.
+
+ComfyUI's layers hand such a weight to torch's functions. Its class answers for them when torch's dispatcher asks,
+and the dispatcher cannot ask while an export listens. So a mode asks the class first. Whatever ComfyUI's code does
+is traced as it is: the same products as eager code, on the same GPU, in the same rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
+
+from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
+from ....common.reason import ReasonCode, Unsupported
+from ....tracing.opaque_op import call_by_name
+from .. import comfy_compat
+
+_BASE = {"scale", "orig_dtype", "orig_shape"}
+_W4A8 = {"s_channel", "correction", "codebook", "group_size", "convrot_groupsize", "transposed"}
+FIELDS = {
+    "TensorCoreFP8Layout": _BASE,
+    "TensorCoreFP8E4M3Layout": _BASE,
+    "TensorCoreFP8E5M2Layout": _BASE,
+    "TensorCoreMXFP8Layout": _BASE | {"transposed"},
+    "TensorCoreNVFP4Layout": _BASE | {"block_scale", "transposed"},
+    "TensorWiseINT8Layout": _BASE | {"is_weight", "convrot", "convrot_groupsize", "transposed"},
+    "TensorCoreConvRotW4A4Layout": _BASE | {"convrot_groupsize", "quant_group_size", "linear_dtype", "transposed"},
+    "AsymW4A8Int8Layout": _BASE | _W4A8,
+}
+"""The layouts that are known, and what each one's parameters are. One with other parameters may mean another thing."""
+
+OPAQUE_LINEARS = {
+    "TensorCoreConvRotW4A4Layout": (
+        "comfy_kitchen.tensor.convrot_w4a4:convrot_w4a4_linear",
+        {"qweight": "_qdata", "wscales": "scale"}
+        | {name: name for name in ("convrot_groupsize", "quant_group_size", "linear_dtype")},
+    ),
+    "AsymW4A8Int8Layout": (
+        "comfy_kitchen.tensor.w4a8_int8:w4a8_int8_linear",
+        {"qdata": "_qdata", "s_rel": "scale", "out_dtype": "orig_dtype"}
+        | {name: name for name in ("s_channel", "codebook", "correction", "group_size", "convrot_groupsize")},
+    ),
+}
+"""Layouts whose linear function is no operator: the function, and the parameter that each of its arguments takes."""
+
+DATA = "_qdata"
+"""Attribute of a quantised weight: its values."""
+
+
+def inner_tensors(weight: Any) -> InnerTensors:
+    """Return what a quantised weight consists of. Raises Unsupported, with its name, for an unknown layout."""
+    name = weight._layout_cls
+    fields = _fields(weight)
+    if fields.keys() != FIELDS.get(name):
+        known = "with other parameters than are known" if name in FIELDS else "which is not known"
+        raise Unsupported(ReasonCode.WEIGHT_LAYOUT, f"{name}, {known}")
+    tensors = {n: value for n, value in fields.items() if isinstance(value, torch.Tensor)}
+    settings = tuple((n, _plain(value)) for n, value in fields.items() if n not in tensors)
+    return InnerTensors((DATA, *tensors), (weight._qdata, *tensors.values()), (name, weight.layout_cls, settings))
+
+
+def with_inner_tensors(weight: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a quantised weight of the same layout that consists of other tensors."""
+    names = inner_tensors(weight).names
+    data, *others = tensors
+    parameters = dataclasses.replace(weight._params, **dict(zip(names[1:], others, strict=True)))
+    return type(weight)(data, weight._layout_cls, parameters)
+
+
+def is_quantized(attributes: Mapping[str, Any]) -> bool:
+    """Whether a layer with these attributes has a weight that is no plain tensor."""
+    weight = attributes["_parameters"].get("weight")
+    return weight is not None and type(weight) not in TENSOR_TYPES
+
+
+def quantized_type() -> type | None:
+    """Return the class of quantised weights, or None if this ComfyUI has none."""
+    return comfy_compat.find("comfy.quant_ops.QuantizedTensor")
+
+
+class QuantizedFunctions(TorchFunctionMode):
+    """Has torch's functions of quantised tensors answered by their layout, before the dispatcher meets them.
+
+    Raises Unsupported for a function that no layout answers for: dequantising there would be our choice, not ComfyUI's.
+    """
+
+    def __init__(self, quantized: type) -> None:
+        super().__init__()
+        self._quantized = quantized
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(value, self._quantized) for value in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        if function in _metadata_functions():
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        operator = _OPERATORS.get(function)
+        if function is F.linear and (made := _opaque_linear(*args, **kwargs)) is not None:
+            return made
+        if operator is None:
+            raise Unsupported(ReasonCode.WEIGHT_FUNCTION_UNKNOWN, getattr(function, "__name__", str(function)))
+        return self._quantized.__torch_dispatch__(operator, types, args, kwargs)
+
+
+def _opaque_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:  # noqa: A002
+    """Return the layer's result as one operator, for a layout that needs it; None for any other."""
+    function, arguments = OPAQUE_LINEARS.get(getattr(weight, "_layout_cls", None), (None, {}))
+    if function is None or weight._params.transposed or isinstance(input, type(weight)):
+        return None
+    parameters = {DATA: weight._qdata} | _fields(weight)
+    given = {"x": input, "bias": bias} | {name: parameters[of] for name, of in arguments.items()}
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    constants = {name: value for name, value in given.items() if name not in tensors and value is not None}
+    shape = *input.shape[:-1], weight.shape[0]
+    return call_by_name(function, tensors, constants, shape, constants.get("out_dtype", input.dtype))
+
+
+_ATEN = torch.ops.aten
+_OPERATORS: dict[Callable, Any] = {
+    F.linear: _ATEN.linear.default,
+    torch.mm: _ATEN.mm.default,
+    torch.Tensor.mm: _ATEN.mm.default,
+    torch.addmm: _ATEN.addmm.default,
+    torch.t: _ATEN.t.default,
+    torch.Tensor.t: _ATEN.t.default,
+    torch.Tensor.to: _ATEN.to.dtype,
+    torch.Tensor.detach: _ATEN.detach.default,
+    torch.clone: _ATEN.clone.default,
+    torch.Tensor.clone: _ATEN.clone.default,
+    torch.Tensor.contiguous: _ATEN.contiguous.default,
+    torch.Tensor.view: _ATEN.view.default,
+    torch.Tensor.reshape: _ATEN.reshape.default,
+}
+"""torch's functions, and the operator by which a layout answers for each."""
+
+
+@lru_cache(maxsize=1)
+def _metadata_functions() -> set[Callable]:
+    """Return the functions that read a tensor's shape, dtype or device, and no values."""
+    methods = ("size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
+    attributes = ("shape", "dtype", "device", "ndim", "requires_grad", "is_meta")
+    own = {getattr(torch.Tensor, name) for name in methods}
+    own |= {getattr(torch.Tensor, name).__get__ for name in attributes}
+    return own | get_default_nowrap_functions()
+
+
+def _fields(weight: Any) -> dict[str, Any]:
+    parameters = weight._params
+    return {field.name: getattr(parameters, field.name) for field in dataclasses.fields(parameters)}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | torch.Size) else value
