@@ -209,6 +209,13 @@ class Host:
         """Whether a cancellation is waiting for its prompt."""
         return False
 
+    def class_recipe(self, cls: type) -> tuple[Callable, tuple] | None:
+        """Return a function and its arguments that make a class again in another process, or None.
+
+        Asked for classes that cannot be imported by their name.
+        """
+        return None
+
     def module_is_clean(self, module: nn.Module) -> bool:
         """Whether a module runs the `forward` of its class."""
         replaced = module.__dict__.get("forward")

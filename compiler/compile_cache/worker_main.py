@@ -113,7 +113,11 @@ def receive(source: BinaryIO) -> Any:
 
 def send(target: BinaryIO, message: Any) -> None:
     """Write one message."""
-    data = pickle.dumps(message)
+    send_bytes(target, pickle.dumps(message))
+
+
+def send_bytes(target: BinaryIO, data: bytes) -> None:
+    """Write one message that has been pickled."""
     target.write(_LENGTH.pack(len(data)) + data)
     target.flush()
 

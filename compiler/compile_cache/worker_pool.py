@@ -6,6 +6,7 @@ also end with this process, because that closes their standard input.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ from ..common.reason import ReasonCode, ReasonedError
 from ..identity.graph_spec import GraphSpec
 from ..tracing.graph_request import GraphRequest
 from ..tracing.weightless_copy import weightless_copy
-from .worker_main import CompileRequest, CompileResult, Setup, receive, send
+from .worker_main import CompileRequest, CompileResult, Setup, receive, send, send_bytes
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,8 @@ class _Process:
         self._is_ready = False
         send(self._process.stdin, setup)
 
-    def ask(self, order: CompileRequest, limit: float) -> CompileResult:
-        """Return the answer to an order. Raises WorkerError if the process ends by itself.
+    def ask(self, order: bytes, limit: float) -> CompileResult:
+        """Return the answer to a pickled CompileRequest. Raises WorkerError if the process ends by itself.
 
         After `limit` seconds this kills the process and raises CompileTimeout.
         """
@@ -78,7 +80,7 @@ class _Process:
                 if reason := receive(self._process.stdout).reason:
                     raise WorkerError(ReasonCode.WORKER, f"could not start: {reason}")
                 self._is_ready = True
-            send(self._process.stdin, order)
+            send_bytes(self._process.stdin, order)
             return receive(self._process.stdout)
         except (EOFError, OSError) as error:
             if expired.is_set():
@@ -135,9 +137,9 @@ class Workers:
 
         Raises WorkerError if no worker can compile it, and CompileTimeout.
         """
-        order = CompileRequest.of(request, weightless_copy(request.module, self._host, _without_data), backend)
+        weightless = weightless_copy(request.module, self._host, without_data)
         try:
-            pickle.dumps(order)
+            order = pickled(CompileRequest.of(request, weightless, backend), self._host)
         except Exception as error:  # a block can hold any object
             raise WorkerError(ReasonCode.NOT_SENT, type(error).__name__) from None
         process = self._take(backend, request.device)
@@ -227,6 +229,25 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+def pickled(value: Any, host: Host) -> bytes:
+    """Return a value for another process. The host says how to make classes that cannot be imported by their name."""
+    file = io.BytesIO()
+    _Pickler(file, host).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, host: Host) -> None:
+        super().__init__(file)
+        self._host = host
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, type) or "<locals>" not in value.__qualname__:
+            return NotImplemented
+        return self._host.class_recipe(value) or NotImplemented
+
+
+def without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor of the same form."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta

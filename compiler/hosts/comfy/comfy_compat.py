@@ -32,6 +32,7 @@ MODULE_NAMES = {
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
     "comfy.quant_ops.QuantizedTensor": "quantised weights keep their regions eager",
     "comfy.ops.cast_bias_weight": "weights that are moved or changed at each call keep their regions eager",
+    "comfy.ops.mixed_precision_ops": "quantised models are compiled in ComfyUI's own process",
     "comfy.ops.cast_modules_with_vbar": "weights that are streamed keep their regions eager",
     "comfy.ops.resolve_cast_module_with_vbar": "weights that are streamed keep their regions eager",
     "comfy.model_prefetch.cleanup_prefetched_modules": "weights that are streamed keep their regions eager",
@@ -84,6 +85,16 @@ NETWORK_WRAPPERS = "diffusion_model"
 
 FUNCTION_WRAPPER = "model_function_wrapper"
 """Key of `model_options` for the one function that wraps the model's call."""
+CLASS_FACTORIES = {
+    "comfy.ops.mixed_precision_ops": {
+        "quant_config": "_quant_config",
+        "compute_dtype": "_compute_dtype",
+        "full_precision_mm": "_full_precision_mm",
+        "disabled": "_disabled",
+    }
+}
+"""Functions that make classes of layers: each argument, and the attribute of the class in which it is kept."""
+
 FP8_PRODUCTS = "fp8_matrix_mult"
 """Closure variable of `comfy.ops.scaled_fp8_ops`: whether its layers multiply in float8."""
 FP8_FORWARD = "forward_comfy_cast_weights"

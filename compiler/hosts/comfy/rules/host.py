@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ....identity.fingerprint import is_outside
 from ....identity.source import functions_in
 from ....tracing.attention_op import opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
-from .. import comfy_compat, deep_cache, streamed_weights
+from .. import comfy_compat, deep_cache, local_classes, streamed_weights
 from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, NETWORK_WRAPPERS, OPTIONS, PATCHES, REPLACEMENTS, STEPS, WRAPPERS
 from . import attention_patches, quantized_weights
 from .scaled_fp8 import multiply_weights
@@ -212,6 +212,9 @@ class ComfyHost(Host):
     def steps(self, context: Mapping[str, Any]) -> int:
         sigmas = (context.get(OPTIONS) or {}).get(STEPS)
         return 0 if sigmas is None else len(sigmas) - 1
+
+    def class_recipe(self, cls: type) -> tuple[Callable, tuple] | None:
+        return local_classes.recipe(cls)
 
     def check_cancelled(self) -> None:
         comfy_compat.check_cancelled()

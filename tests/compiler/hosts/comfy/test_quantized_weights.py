@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import pickle
 
+import comfy.model_management
 import comfy.ops
 import comfy.sample
 import comfy.sd
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode, Unsupported
+from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.compile_cache.worker_pool import Workers, pickled, without_data
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import process, worker_setup
+from compiled_graphs.compiler.hosts.comfy.rules import quantized_weights
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.identity.fingerprint import fingerprint
+from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.tracing.weightless_copy import weightless_copy
+from rows import adapted, low_rank
 
 quant_ops = pytest.importorskip("comfy.quant_ops", reason="this ComfyUI has no quantised weights")
 if not getattr(quant_ops, "_CK_AVAILABLE", False):
@@ -22,9 +34,9 @@ FLUX = {
     "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
 }  # fmt: skip
 KIND_OF_SCALE = {"float8_e4m3fn": {"scale": "recalculate"}, "float8_e5m2": {"scale": "recalculate"}}
-NATIVE_ON_CPU = ("float8_e4m3fn", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
-"""Formats whose products a CPU can compute as they are."""
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
+NATIVE_ON_CPU = ("float8_e4m3fn", "float8_e5m2")
+"""Formats that a CPU can multiply as they are, though ComfyUI has it dequantise them."""
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +107,23 @@ def error(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def in_full_precision(name):
-    return {} if name in NATIVE_ON_CPU else {"full_precision_matrix_mult": True}
-
-
 SIZES = ({}, {"height": 24, "width": 32}, {"height": 8, "width": 40, "tokens": 33})
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """Have ComfyUI multiply float8 as it is, as on a GPU of 2023 or newer."""
+    monkeypatch.setattr(comfy.model_management, "supports_fp8_compute", lambda *args, **kwargs: True)
+
+
+@pytest.mark.parametrize("name", NATIVE_ON_CPU)
+def test_native_products_are_compiled(name, native, flux, registry):
+    test_a_quantised_model_is_compiled_for_every_size(name, flux, registry)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantised_model_is_compiled_for_every_size(name, flux, registry):
-    model = flux(name, **in_full_precision(name))
+    model = flux(name)
     layer = model.model.diffusion_model.double_blocks[0].img_attn.qkv
     assert type(layer.weight) is quant_ops.QuantizedTensor
     theirs = [sampled(model, **size) for size in SIZES]
@@ -115,3 +134,114 @@ def test_a_quantised_model_is_compiled_for_every_size(name, flux, registry):
         assert max(error(sampled(ours, **size), each) for size, each in zip(SIZES, theirs, strict=True)) < 1e-5
     assert totals.eager_calls == before
     assert len(host.graphs_in_use(ours)) == 2
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "int8_tensorwise"])
+def test_loras_on_a_quantised_model_compile_nothing(name, flux, registry):
+    model = flux(name)
+    ours = compiled(model)
+    sampled(ours)
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        for strength in (1.0, 0.5):
+            theirs = sampled(adapted(low_rank)(model, strength))
+            assert error(sampled(adapted(low_rank)(ours, strength)), theirs) < 1e-5
+        assert error(sampled(ours), sampled(model)) < 1e-5
+    assert totals.eager_calls == before
+
+
+def test_one_graph_serves_other_checkpoints_of_a_layout(flux, state, registry):
+    compiled_one = compiled(flux("float8_e4m3fn"))
+    sampled(compiled_one)
+    other = {name: weight * 0.5 for name, weight in state.items()}
+    with torch.inference_mode():
+        model = comfy.sd.load_diffusion_model_state_dict(quantized(other, "float8_e4m3fn"))
+    with totals.expect(compiles=0, retired=0):
+        assert error(sampled(compiled(model)), sampled(model)) < 1e-5
+
+
+def test_formats_and_mixtures_are_kinds_of_their_own(native, flux, registry):
+    def mixed(key):
+        return "float8_e4m3fn" if "img_" in key else "int8_tensorwise" if "txt_" in key else None
+
+    models = [flux(chosen) for chosen in (None, "float8_e4m3fn", "int8_tensorwise", mixed)]
+    models.append(flux("float8_e4m3fn", full_precision_matrix_mult=True))
+    blocks = [model.model.diffusion_model.double_blocks[0] for model in models]
+    assert len({fingerprint(block, HOST) for block in blocks}) == len(models)
+    model = models[3]
+    assert error(sampled(compiled(model)), sampled(model)) < 1e-5
+
+
+def test_weights_changed_at_the_call_are_dequantised_by_the_host(flux, registry):
+    model = flux("float8_e4m3fn")
+    ours = compiled(model)
+    sampled(ours)
+    layer = model.model.diffusion_model.double_blocks[0].img_attn.qkv
+    layer.weight_function = [lambda weight: weight * 2]
+    before = totals.eager_calls.copy()
+    assert error(sampled(ours), sampled(model)) < 1e-5
+    eager = totals.eager_calls - before
+    assert {reason.code for reason in eager} == {ReasonCode.WEIGHT_FUNCTION}
+    assert sum(eager.values()) == 2  # one block of four, in two steps
+
+
+def test_a_node_that_sets_the_dtype_has_the_host_dequantise(flux, registry):
+    model = flux("float8_e4m3fn").clone()
+    model.set_model_compute_dtype(torch.float32)
+    ours = compiled(model)
+    before = totals.eager_calls.copy()
+    assert error(sampled(ours), sampled(model)) < 1e-5
+    assert Reason(ReasonCode.WEIGHT_FUNCTION, "comfy_force_cast_weights") in totals.eager_calls - before
+
+
+def test_an_unknown_layout_is_named(flux, registry, monkeypatch):
+    model = flux("float8_e4m3fn")
+    monkeypatch.delitem(quantized_weights.FIELDS, "TensorCoreFP8E4M3Layout")
+    ours, text = host.compile_model(model, host.Request("eager", verify=False))
+    assert "quantised weights in the layout TensorCoreFP8E4M3Layout, which is not known" in text
+    assert error(sampled(ours), sampled(model)) < 1e-5
+
+
+def test_parameters_of_another_version_are_named(flux, monkeypatch):
+    weight = flux("float8_e4m3fn").model.diffusion_model.double_blocks[0].img_attn.qkv.weight
+    monkeypatch.setitem(quantized_weights.FIELDS, "TensorCoreFP8E4M3Layout", {"scale"})
+    with pytest.raises(Unsupported, match="TensorCoreFP8E4M3Layout, with other parameters"):
+        HOST.inner_tensors(weight)
+
+
+def test_a_function_that_no_layout_answers_for_is_refused(flux):
+    weight = flux("float8_e4m3fn").model.diffusion_model.double_blocks[0].img_attn.qkv.weight
+    with HOST.traced_functions(), pytest.raises(Unsupported, match="softmax of a quantised weight"):
+        torch.softmax(weight, 0)
+
+
+def test_a_quantised_block_can_be_sent_to_a_worker(flux):
+    block = flux("int8_tensorwise").model.diffusion_model.double_blocks[0]
+    sent = pickle.loads(pickled(weightless_copy(block, HOST, without_data), HOST))
+    assert fingerprint(sent, HOST) == fingerprint(block, HOST)
+    assert {weight.device.type for weight in sent.parameters()} == {"meta"}
+
+
+def test_a_worker_compiles_a_quantised_model(native, flux, monkeypatch):
+    workers = Workers(worker_setup.setup, HOST, count=1)
+    registry = Registry(GraphCache(workers=workers))
+    monkeypatch.setattr(process, "registry", lambda: registry)
+    try:
+        model = flux("float8_e4m3fn")
+        ours = compiled(model, background=True)
+        host.finish(ours)
+        assert len(host.graphs_in_use(ours)) == 2
+        before = totals.eager_calls.copy()
+        assert error(sampled(ours), sampled(model)) < 1e-5
+        assert totals.eager_calls == before
+    finally:
+        workers.stop()
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+def test_inductor_gives_a_quantised_models_image(native, flux, registry):
+    model = flux(lambda key: "float8_e4m3fn" if "img_" in key else "int8_tensorwise")
+    ours = compiled(model, "inductor")
+    before = totals.eager_calls.copy()
+    assert error(sampled(ours), sampled(model)) < 1e-2
+    assert totals.eager_calls == before
