@@ -20,6 +20,9 @@ MEMORY = "comfy.memory_management"
 VBAR = "comfy_aimdo.model_vbar"
 """Pages of GPU memory that hold a model's weights while there is room (comfy-aimdo)."""
 
+DTYPE_CODES = "comfy_kitchen.backends.eager.quantization.DTYPE_CODE_TO_DTYPE"
+"""The numbers by which operators of comfy_kitchen name dtypes."""
+
 MODULE_NAMES = {
     f"{MANAGEMENT}.get_torch_device": "the first CUDA device, or the CPU, is warmed up and named by the doctor",
     f"{MANAGEMENT}.throw_exception_if_processing_interrupted": "a compile cannot be cancelled",
@@ -31,6 +34,8 @@ MODULE_NAMES = {
     "comfy.utils.ProgressBar": "no progress bar",
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
     "comfy.quant_ops.QuantizedTensor": "quantised weights keep their regions eager",
+    "comfy_kitchen.registry.registry": "float8 rounding is not fused with what is around it",
+    DTYPE_CODES: "float8 rounding is not fused with what is around it",
     "comfy.ops.cast_bias_weight": "weights that are moved or changed at each call keep their regions eager",
     "comfy.ops.mixed_precision_ops": "quantised models are compiled in ComfyUI's own process",
     "comfy.ops.cast_modules_with_vbar": "weights that are streamed keep their regions eager",

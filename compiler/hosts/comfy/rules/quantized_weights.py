@@ -8,8 +8,9 @@ is traced as it is: the same products as eager code, on the same GPU, in the sam
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import ReasonCode, Unsupported
 from ....tracing.opaque_op import call_by_name
 from .. import comfy_compat
+from . import kitchen_ops
 
 _BASE = {"scale", "orig_dtype", "orig_shape"}
 _W4A8 = {"s_channel", "correction", "codebook", "group_size", "convrot_groupsize", "transposed"}
@@ -55,14 +57,45 @@ DATA = "_qdata"
 
 def inner_tensors(weight: Any) -> InnerTensors:
     """Return what a quantised weight consists of. Raises Unsupported, with its name, for an unknown layout."""
-    name = weight._layout_cls
-    fields = _fields(weight)
+    known = _known.get(id(weight))
+    if known is not None and known.holds(weight):
+        return known.inner
+    known = _Known(weight, _inner_tensors(weight))
+    _known[id(weight)] = known
+    return known.inner
+
+
+class _Known:
+    """What a weight was found to consist of. Each call of a region asks for that."""
+
+    def __init__(self, weight: Any, inner: InnerTensors) -> None:
+        self.inner = inner
+        self._weight = weakref.ref(weight, partial(_forget, id(weight)))
+        self._parts = weight._qdata, weight._params
+
+    def holds(self, weight: Any) -> bool:
+        """Whether that is this weight, and it still consists of that."""
+        data, parameters = self._parts
+        return self._weight() is weight and weight._qdata is data and weight._params is parameters
+
+
+_known: dict[int, _Known] = {}
+
+
+def _forget(identity: int, reference: weakref.ref) -> None:
+    if identity in _known and _known[identity]._weight is reference:
+        del _known[identity]
+
+
+def _inner_tensors(weight: Any) -> InnerTensors:
+    name, fields = weight._layout_cls, _fields(weight)
     if fields.keys() != FIELDS.get(name):
         known = "with other parameters than are known" if name in FIELDS else "which is not known"
         raise Unsupported(ReasonCode.WEIGHT_LAYOUT, f"{name}, {known}")
     tensors = {n: value for n, value in fields.items() if isinstance(value, torch.Tensor)}
     settings = tuple((n, _plain(value)) for n, value in fields.items() if n not in tensors)
-    return InnerTensors((DATA, *tensors), (weight._qdata, *tensors.values()), (name, weight.layout_cls, settings))
+    layout = name, weight.layout_cls, settings, kitchen_ops.version()
+    return InnerTensors((DATA, *tensors), (weight._qdata, *tensors.values()), layout)
 
 
 def with_inner_tensors(weight: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -99,7 +132,8 @@ class QuantizedFunctions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not any(isinstance(value, self._quantized) for value in (*args, *kwargs.values())):
-            return function(*args, **kwargs)
+            made = kitchen_ops.written_out(function, args, kwargs)
+            return function(*args, **kwargs) if made is None else made
         if function in _metadata_functions():
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
