@@ -122,6 +122,10 @@ class Host:
         """Enter around a region's code while it is traced with weights that consist of other tensors."""
         return nullcontext()
 
+    def without_allocation_scopes(self) -> AbstractContextManager[None]:
+        """Enter around a call of the network, real or ahead: the host must not record what is allocated in it."""
+        return nullcontext()
+
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Return where the weights of a network that runs on this device come from."""
         return ResidentWeights()

@@ -76,7 +76,8 @@ class NetworkWrapper:
         with entered(call):
             self.on_call()
             is_watched = self._refresh()
-            with turns.shared(), self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call)):
+            timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call))
+            with turns.shared(), self.compiled.host.without_allocation_scopes(), timed:
                 result = self._call_with_weights(call, args, kwargs, is_watched)
             self.compiled.note_call(call)
             return result

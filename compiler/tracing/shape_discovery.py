@@ -78,7 +78,8 @@ def _observe(
 ) -> dict[str, list[_ObservedCall]]:
     seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
     results: dict[Hashable, Any] = {}
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), host.traced_functions():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), fake, host.traced_functions(), host.without_allocation_scopes():
         weightless = weightless_copy(
             model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
         )

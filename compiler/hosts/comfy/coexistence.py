@@ -23,13 +23,39 @@ def clone_without_ours(patcher: Any) -> Any:
     """Return a clone without what an earlier node of ours put into the patcher: the later node decides."""
     clone = patcher.clone()
     clone.model_options = _own_containers(patcher.model_options)
-    comfy_compat.forget_samplings(clone, CALLBACKS_KEY)
-    for name, patch in list(clone.object_patches.items()):
-        if is_ours(patch):
-            del clone.object_patches[name]
-            if patch.inner is not None:
-                clone.object_patches[name] = patch.inner
+    take_ours_out(clone)
     return clone
+
+
+def take_ours_out(patcher: Any) -> None:
+    """Take out of a patcher what a node of ours put into it."""
+    comfy_compat.forget_callbacks(patcher, CALLBACKS_KEY)
+    for name, patch in list(patcher.object_patches.items()):
+        if is_ours(patch):
+            del patcher.object_patches[name]
+            if patch.inner is not None:
+                patcher.object_patches[name] = patch.inner
+
+
+class LeaveOtherModels:
+    """Keeps our wrappers out of a clone that has a model of its own: for another GPU, say. They run one network only.
+
+    ComfyUI copies a patcher's object patches to such a clone (`ModelPatcher.deepclone_multigpu`, `clone` with a
+    model, which samplers of several GPUs call before each sampling).
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` tells the person, once."""
+        self._tell = tell
+        self._has_told = False
+
+    def __call__(self, patcher: Any, clone: Any) -> None:
+        if clone.model is patcher.model:
+            return
+        take_ours_out(clone)
+        if not self._has_told:
+            self._has_told = True
+            self._tell("A copy of the model, for another device say, runs uncompiled.")
 
 
 def _own_containers(options: Any) -> Any:

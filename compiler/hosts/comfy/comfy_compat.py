@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ VBAR = "comfy_aimdo.model_vbar"
 
 DTYPE_CODES = "comfy_kitchen.backends.eager.quantization.DTYPE_CODE_TO_DTYPE"
 """The numbers by which operators of comfy_kitchen name dtypes."""
+
+PREFETCH_QUEUES = "comfy.model_prefetch.PREFETCH_QUEUES"
+"""Networks of which ComfyUI brings each block's weights before it runs."""
 
 MODULE_NAMES = {
     f"{MANAGEMENT}.get_torch_device": "the first CUDA device, or the CPU, is warmed up and named by the doctor",
@@ -45,6 +50,7 @@ MODULE_NAMES = {
     f"{VBAR}.vbar_unpin": "weights that are streamed keep their regions eager",
     f"{VBAR}.vbar_signature_compare": "weights that are streamed keep their regions eager",
     f"{MANAGEMENT}.stream_counters": "weights that are streamed are not brought ahead of their region",
+    PREFETCH_QUEUES: "weights are brought ahead although the network brings them itself",
     "comfy.cli_args.args": "worker processes start with ComfyUI's defaults",
     "folder_paths.get_user_directory": "the store is in the folder of models",
     "folder_paths.models_dir": "the store is in the current user's home",
@@ -108,7 +114,17 @@ FP8_SCALE = "scale_weight"
 SETTINGS_FILE = ("default", "comfy.settings.json")
 """Where the user folder keeps the settings dialog's values, without --multi-user."""
 
-_BEFORE_SAMPLING, _AFTER_SAMPLING = "ON_PRE_RUN", "ON_CLEANUP"
+_BEFORE_SAMPLING, _AFTER_SAMPLING, _AFTER_CLONE = "ON_PRE_RUN", "ON_CLEANUP", "ON_CLONE"
+
+NO_SCOPES = "disable_comfy_compiler"
+"""The option (0.34 on) without which ComfyUI records the allocations of a step and replays their places.
+
+Some networks open such a scope in their `forward`, which is inside ours. One that is left by an exception, opened
+twice, or opened during a capture fails the prompt or ends the process (`comfy.model_prefetch`, `comfy_aimdo`).
+"""
+_scopes_lock = threading.Lock()
+_scopes_off: list[bool] = []
+"""What the option was, once for each call that runs now."""
 
 
 def find(name: str) -> Any:
@@ -226,8 +242,11 @@ def wait_for_stream(device: torch.device, stream: Any) -> None:
 
 
 def can_bring_ahead() -> bool:
-    """Whether weights can come over a stream of their own, and whoever uses that stream meanwhile is seen."""
-    return bool(find(f"{MANAGEMENT}.stream_counters"))
+    """Whether weights can come over a stream of their own, and whoever uses that stream meanwhile is seen.
+
+    Not while a network brings its blocks' weights itself: it would fault a block a second time, and unpin it once.
+    """
+    return bool(find(f"{MANAGEMENT}.stream_counters")) and not find(PREFETCH_QUEUES)
 
 
 def announces_samplings(patcher: Any = None) -> bool:
@@ -237,6 +256,32 @@ def announces_samplings(patcher: Any = None) -> bool:
     return has_methods and None not in _moments()
 
 
+@contextmanager
+def without_allocation_scopes() -> Iterator[None]:
+    """Keep networks from opening a scope for allocations, on any thread, while this lasts."""
+    options = find("comfy.cli_args.args")
+    if not hasattr(options, NO_SCOPES):
+        yield
+        return
+    with _scopes_lock:
+        _scopes_off.append(_scopes_off[0] if _scopes_off else getattr(options, NO_SCOPES))
+        setattr(options, NO_SCOPES, True)
+    try:
+        yield
+    finally:
+        with _scopes_lock:
+            before = _scopes_off.pop()
+            if not _scopes_off:
+                setattr(options, NO_SCOPES, before)
+
+
+def call_after_clone(patcher: Any, key: str, function: Callable[[Any, Any], None]) -> None:
+    """Have a function called with a patcher and each clone that is made of it, if this ComfyUI says so (2025 on)."""
+    moment = getattr(find("comfy.patcher_extension.CallbacksMP"), _AFTER_CLONE, None)
+    if moment is not None and hasattr(patcher, "add_callback_with_key"):
+        patcher.add_callback_with_key(moment, key, function)
+
+
 def call_around_samplings(patcher: Any, key: str, begin: Callable | None, end: Callable | None) -> None:
     """Have functions called with the patcher when a sampling begins and ends. Needs `announces_samplings`."""
     for moment, function in zip(_moments(), (begin, end)):
@@ -244,10 +289,12 @@ def call_around_samplings(patcher: Any, key: str, begin: Callable | None, end: C
             patcher.add_callback_with_key(moment, key, function)
 
 
-def forget_samplings(patcher: Any, key: str) -> None:
+def forget_callbacks(patcher: Any, key: str) -> None:
     """Take out the functions that were added with a key."""
-    for moment in _moments() if announces_samplings(patcher) else ():
-        patcher.remove_callbacks_with_key(moment, key)
+    after_clone = getattr(find("comfy.patcher_extension.CallbacksMP"), _AFTER_CLONE, None)
+    for moment in (*_moments(), after_clone) if hasattr(patcher, "remove_callbacks_with_key") else ():
+        if moment is not None:
+            patcher.remove_callbacks_with_key(moment, key)
 
 
 def _moments() -> tuple[str | None, str | None]:

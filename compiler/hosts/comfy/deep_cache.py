@@ -93,7 +93,7 @@ def use_deep_cache(patcher: Any, settings: Settings, on_end: Callable[[str], Non
     except ValueError as reason:
         return patcher, f"without DeepCache: {reason}"
     clone.set_model_unet_function_wrapper(cache)
-    comfy_compat.forget_samplings(clone, _CALLBACKS_KEY)
+    comfy_compat.forget_callbacks(clone, _CALLBACKS_KEY)
     comfy_compat.call_around_samplings(clone, _CALLBACKS_KEY, cache.begin, cache.end)
     cache.on_end = on_end
     return clone, cache.text()

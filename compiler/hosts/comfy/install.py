@@ -28,7 +28,15 @@ from ...runtime.sampling import Announced
 from ...runtime.step_replay import StepReplay
 from ...tracing.shape_discovery import ModelCall
 from . import comfy_compat, process, synthetic_calls
-from .coexistence import CALLBACKS_KEY, foreign_forward, free_regions, is_reached, set_torch_compile_aside, tidy_after
+from .coexistence import (
+    CALLBACKS_KEY,
+    LeaveOtherModels,
+    foreign_forward,
+    free_regions,
+    is_reached,
+    set_torch_compile_aside,
+    tidy_after,
+)
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
@@ -214,6 +222,7 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
         each.install_while_running(forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
         tidy_after(each, target.network, each.method)
+    comfy_compat.call_after_clone(target.patcher, CALLBACKS_KEY, LeaveOtherModels(built.status.tell))
     if target.prefix and comfy_compat.announces_samplings(target.patcher):
         _announce_samplings(target, built)
         _arrange_weights(target, chosen, built)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler.common import timing
+from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.timing import LatencyTracker, Timing, compare, speed_up
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import NetworkWrapper
@@ -107,7 +108,9 @@ def test_an_entrance_times_its_calls(clock):
 
     network = Slow()
     nothing_new = {"follow": lambda: False, "watch_over": lambda: False, "note_call": lambda call: None}
-    compiled = SimpleNamespace(pace=LatencyTracker(), background=None, weights=ResidentWeights(), **nothing_new)
+    compiled = SimpleNamespace(
+        pace=LatencyTracker(), background=None, host=Host(), weights=ResidentWeights(), **nothing_new
+    )
     network.forward = NetworkWrapper(network, "forward", None, compiled)
     network(torch.zeros(2, 3))
     (figure,) = compiled.pace.figures()

@@ -123,6 +123,9 @@ class ComfyHost(Host):
         quantized = quantized_weights.quantized_type()
         return nullcontext() if quantized is None else quantized_weights.QuantizedFunctions(quantized)
 
+    def without_allocation_scopes(self) -> AbstractContextManager[None]:
+        return comfy_compat.without_allocation_scopes()
+
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Weights may come layer by layer; ask again at each call, because a load decides it."""
         return streamed_weights.weights_of(network, device, self)
