@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import ReasonCode, Unsupported
+from ....common.torch_compat import DisableTorchFunctionSubclass
 from ....tracing.opaque_op import call_by_name
 from .. import comfy_compat
 from . import kitchen_ops
@@ -135,7 +136,7 @@ class QuantizedFunctions(TorchFunctionMode):
             made = kitchen_ops.written_out(function, args, kwargs)
             return function(*args, **kwargs) if made is None else made
         if function in _metadata_functions():
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         operator = _OPERATORS.get(function)
         if function is F.linear and (made := _opaque_linear(*args, **kwargs)) is not None:
