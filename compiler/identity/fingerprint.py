@@ -38,13 +38,16 @@ from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, q
 from .watch import PLAIN, Watch, class_settings
 
 LIBRARIES = frozenset(
-    {"torch", "torchvision", "numpy", "einops", "triton", "comfy_kitchen"}  # their version decides what they compute
+    {"torch", "torchvision", "numpy", "einops", "triton", "comfy_kitchen", "gguf"}
     | {"PIL", "accelerate", "httpx", "huggingface_hub", "packaging", "requests", "safetensors", "tokenizers", "tqdm"}
 )
 """Packages whose code a description does not follow. Those of the second set compute nothing in a region."""
 
 MAX_VALUES = 50_000
 """Limit of values for one region. An object that leads to more is somebody's whole program."""
+
+MAX_TABLE = 256
+"""Values of a tensor that is taken for a table, such as the levels of a quantised format."""
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _SHARED_NAMESPACES = (torch.nn.functional, torch, torch.Tensor)
@@ -172,13 +175,13 @@ class Describer:
 
     def _weight(self, layer: nn.Module, name: str, weight: torch.Tensor, values: _Values, is_arranged: bool) -> list:
         """Describe a weight by its form, or by the layout and forms of what it consists of."""
-        form = [list(weight.shape), str(self._host.weight_dtype(layer, name, weight)), _stride(weight, is_arranged)]
+        form = [list(weight.shape), str(self._host.weight_dtype(layer, name, weight))]
         try:
             inner = self._host.inner_tensors(weight)
         except Unsupported:  # the region is eager for that reason
             return form
         if inner is None:
-            return form
+            return [*form, _stride(weight, is_arranged)]
         forms = [[n, list(t.shape), str(t.dtype)] for n, t in zip(inner.names, inner.tensors, strict=True)]
         return [*form, values.describe(inner.layout, name), forms]
 
@@ -236,8 +239,7 @@ class _Values:
 
     def _describe(self, value: Any, kind: type, where: str) -> Any:
         if isinstance(value, torch.Tensor):
-            self.mark_obscure(ReasonCode.STRAY_TENSOR, where)
-            return "tensor"
+            return self._tensor(value, where)
         if isinstance(value, nn.Module):
             return self._module(value, where)
         if isinstance(value, enum.Enum):
@@ -347,6 +349,14 @@ class _Values:
         if not isinstance(value, tuple):
             self._watch.sequence(value)
         return [name, *own, [self.describe(item, where) for item in value]]
+
+    def _tensor(self, value: torch.Tensor, where: str) -> Any:
+        """Describe a table that code reads beside a function by its content. No other tensor can be described."""
+        is_table = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= MAX_TABLE
+        if self.paths or not is_table or value.requires_grad or value.ndim == 0 or not value.is_contiguous():
+            self.mark_obscure(ReasonCode.STRAY_TENSOR, where)
+            return "tensor"
+        return ["table", str(value.dtype), list(value.shape), self._array(value.view(torch.uint8).numpy(), where)]
 
     def _array(self, value: Any, where: str) -> Any:
         if value.dtype.hasobject:

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..identity.memory_format import CHANNELS_LAST, laid_out
 
+MAX_LITERAL = 256
+"""Numbers of a list that a graph makes a tensor of by itself."""
+
 
 class ForGPUs(TorchFunctionMode):
     """Replaces these functions by their decompositions while a region is traced for a GPU. On a CPU it does nothing."""
@@ -39,6 +42,37 @@ class ForGPUs(TorchFunctionMode):
         if function is torch.cat and not self._has_maps:
             return _cat_on_gpu(*args, **kwargs)
         return function(*args, **kwargs)
+
+
+class LiteralTensors(TorchFunctionMode):
+    """Has a graph make the tensors that code writes out, `torch.tensor([0, 4])`. An export would make them inputs."""
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.tensor and len(args) == 1 and not kwargs.keys() - {"dtype", "device"}:
+            made = literal_tensor(*args, **kwargs)
+            return function(*args, **kwargs) if made is None else made
+        return function(*args, **kwargs)
+
+
+def literal_tensor(
+    data: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> torch.Tensor | None:
+    """Return `torch.tensor(data)` by operators that no constant goes into; None unless it is a list of numbers.
+
+    Numbers with equal steps between them are a range, which is what a compiler makes of them best.
+    """
+    if not isinstance(data, list | tuple) or not 1 <= len(data) <= MAX_LITERAL:
+        return None
+    if not all(type(value) in (int, float) for value in data):
+        return None
+    dtype = dtype or (torch.get_default_dtype() if any(type(value) is float for value in data) else torch.int64)
+    step = data[1] - data[0] if len(data) > 1 else 1
+    if step and all(type(v) is int and v == data[0] + i * step for i, v in enumerate(data)):
+        return torch.arange(data[0], data[0] + len(data) * step, step, device=device).to(dtype)
+    return torch.cat([torch.full((1,), value, dtype=dtype, device=device) for value in data])
 
 
 def _group_norm_on_gpu(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002  torch's name

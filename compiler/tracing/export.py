@@ -36,12 +36,14 @@ from ..identity.context_options import TracedOptions, encode_writes
 from ..identity.fingerprint import string_constants_of, tensor_attributes
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
-from .decompositions import ForGPUs
+from .decompositions import ForGPUs, LiteralTensors
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 
+_USES_TABLE = "convert all Tensors to FakeTensors"
+"""What torch says if code reads a tensor that is neither a weight nor an input."""
 MAX_ELEMENTS = 2**31 - 1
 """Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
 
@@ -118,6 +120,8 @@ def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
     except Unsupported:
         raise
     except Exception as error:  # for instance code that takes a view that only the layout of torch's own result allows
+        if _USES_TABLE in str(error):
+            raise Unsupported(ReasonCode.STRAY_TENSOR, "a table that its code reads") from error
         log.info("%s is traced with torch's own functions: %s", request.region, one_line(error))
         return _exported(request, host, lambda has_maps: nullcontext())
 
@@ -153,7 +157,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
 
     @contextmanager
     def around() -> Iterator[None]:
-        with functions(has_maps), host.traced_functions():
+        with functions(has_maps), LiteralTensors(), host.traced_functions():
             yield
 
     pure = _PureRegion(weightless, held.put, request.signature, context, around, has_maps)

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from compiled_graphs.compiler.tracing.decompositions import (
     ForGPUs,
+    LiteralTensors,
     cat_by_tokens,
     gelu_by_exponentials,
     group_norm_by_channel,
+    literal_tensor,
 )
 from recorders import Operators, on_absent_gpu
 
@@ -126,3 +128,33 @@ def test_cat_is_by_tokens_for_heads_on_a_gpu_only(shape, dim, are_heads, has_map
     assert on_cpu.shape == on_gpu.shape
     assert on_cpu.is_contiguous()
     assert on_gpu.is_contiguous() == (has_maps or not are_heads)
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ([0, 4], {"dtype": torch.uint8}),
+        ([0, 2, 4, 6], {}),
+        ([7], {}),
+        ([3, 3], {}),
+        ([5, 3, 1], {"dtype": torch.int8}),
+        ([1.5, -2.0, 8], {}),
+        ((1, 2.5), {"dtype": torch.float16, "device": "cpu"}),
+    ],
+)
+def test_tensors_that_code_writes_out_are_made_in_the_graph(data, options):
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            with LiteralTensors():
+                return x, torch.tensor(data, **options)
+
+    program = torch.export.export(Block(), (torch.ones(2),), strict=False)
+    assert not program.constants
+    made, expected = program.module()(torch.ones(2))[1], torch.tensor(data, **options)
+    assert made.dtype == expected.dtype
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("data", [3, [[1, 2]], [True], [], [torch.ones(())]])
+def test_other_data_is_left_to_torch(data):
+    assert literal_tensor(data) is None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ....common.host import Host
-from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
+from ....common.inner_tensors import TENSOR_TYPES, InnerTensors, plain_alias
 from ....common.reason import Reason, ReasonCode
 from ....common.weight_source import NetworkWeights
 from ....identity.context_options import TracedOptions, fresh
@@ -21,7 +21,7 @@ from ....tracing.attention_op import opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
 from .. import comfy_compat, deep_cache, local_classes, streamed_weights
 from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, NETWORK_WRAPPERS, OPTIONS, PATCHES, REPLACEMENTS, STEPS, WRAPPERS
-from . import attention_patches, quantized_weights
+from . import attention_patches, gguf_weights, quantized_weights
 from .scaled_fp8 import multiply_weights
 
 FORCE_CAST = "comfy_force_cast_weights"
@@ -110,13 +110,16 @@ class ComfyHost(Host):
         """Quantised weights have inner tensors."""
         if type(tensor) in TENSOR_TYPES:
             return None
+        if gguf_weights.is_of_gguf(tensor):
+            return gguf_weights.inner_tensors(tensor, plain_alias)
         quantized = quantized_weights.quantized_type()
         if quantized is not None and isinstance(tensor, quantized):
             return quantized_weights.inner_tensors(tensor)
         return super().inner_tensors(tensor)
 
     def with_inner_tensors(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return quantized_weights.with_inner_tensors(weight, tensors)
+        rules = gguf_weights if gguf_weights.is_of_gguf(weight) else quantized_weights
+        return rules.with_inner_tensors(weight, tensors)
 
     def traced_functions(self) -> AbstractContextManager[Any]:
         """Layouts answer for torch's functions of quantised weights."""

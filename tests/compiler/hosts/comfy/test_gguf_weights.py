@@ -1,0 +1,106 @@
+"""Layers as ComfyUI-GGUF has them: the bytes of the file are inputs of a graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
+from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.identity.fingerprint import fingerprint
+from compiled_graphs.compiler.identity.regions import find_regions
+from gguf_double import GGMLLinear, GGMLTensor, Type
+from torch import nn
+
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-3
+SIZES = ({}, {"height": 16, "width": 8}, {"batch": 2, "tokens": 154})
+
+
+@pytest.fixture
+def gguf(load):
+    """Load tiny SD1.5 with matrices of a type in the blocks' attention."""
+
+    def make(kind):
+        model = load("tiny_sd15")
+        for region in find_regions(model.model.diffusion_model):
+            for module in list(region.module.modules()):
+                for name, child in list(module.named_children()):
+                    if isinstance(child, nn.Linear) and child.in_features % 32 == 0:
+                        setattr(module, name, GGMLLinear(child, kind))
+        assert any(isinstance(weight, GGMLTensor) for weight in model.model.diffusion_model.parameters())
+        return model
+
+    return make
+
+
+def compiled(model, backend="eager"):
+    return host.compile_model(model, host.Request(backend, verify=False))
+
+
+def assert_images(sample, ours, model):
+    for size in SIZES:
+        image, expected = sample(ours, "tiny_sd15", **size), sample(model, "tiny_sd15", **size)
+        assert (image - expected).norm() <= BOUND * expected.norm()
+
+
+def layers(model):
+    return [m for m in model.model.diffusion_model.modules() if isinstance(m, GGMLLinear)]
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.F16])
+def test_a_gguf_model_is_compiled_for_every_size(kind, gguf, sample, registry):
+    model = gguf(kind)
+    ours, text = compiled(model)
+    assert " 0 eager" in text
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        assert_images(sample, ours, model)
+    assert totals.eager_calls == before
+
+
+def test_a_type_that_is_not_known_is_named(gguf, sample, registry):
+    model = gguf(Type.IQ4_NL)
+    ours, text = compiled(model)
+    assert "IQ4_NL of GGUF, which is not known" in text
+    assert_images(sample, ours, model)
+
+
+def test_types_are_kinds_of_their_own(gguf):
+    blocks = [find_regions(gguf(kind).model.diffusion_model)[0].module for kind in (Type.Q8_0, Type.Q4_0, Type.F16)]
+    assert len({fingerprint(block, HOST) for block in blocks}) == 3
+
+
+def test_a_lora_that_the_layer_adds_keeps_its_block_eager(gguf, sample, registry):
+    model = gguf(Type.Q8_0)
+    ours, _ = compiled(model)
+    layer = layers(model)[0]
+    layer.weight.patches = [1.5]
+    before = totals.eager_calls.copy()
+    assert_images(sample, ours, model)
+    assert totals.eager_calls - before == {Reason(ReasonCode.WEIGHT_FUNCTION, "a LoRA on Q8_0 of GGUF"): len(SIZES)}
+    layer.weight.patches = []
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        assert_images(sample, ours, model)
+    assert totals.eager_calls == before
+
+
+def test_weights_that_are_moved_are_read_where_they_are(gguf, sample, registry):
+    model = gguf(Type.Q8_0)
+    ours, _ = compiled(model)
+    assert_images(sample, ours, model)
+    for layer in layers(model):  # as `Module.to` and loaders do it
+        moved = layer.weight.data.clone()
+        moved[:, 0] += 1
+        layer.weight.data = moved
+    with totals.expect(compiles=0, retired=0):
+        assert_images(sample, ours, model)
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+def test_inductor_gives_a_gguf_models_image(gguf, sample, registry):
+    model = gguf(Type.Q4_0)
+    ours, text = compiled(model, "inductor")
+    assert " 0 eager" in text
+    assert_images(sample, ours, model)
