@@ -2,8 +2,9 @@
 
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] RUN ...
 
-A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). One
-server takes WAYS in turn, with commas between: eager, ours (Compile Model or VAE Speedup) and core (TorchCompileModel).
+A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). A
+format after the model quantises its blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise. One server takes WAYS in turn,
+with commas between: eager, ours (Compile Model or VAE Speedup) and core (TorchCompileModel).
 FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
 weights stay in --home, so a second RUN of `ours` is one after a restart.
 
@@ -114,12 +115,13 @@ def model_prompt(
     model: str, way: str, seed: int, steps: int, size: tuple[int, int], lora: float | None, kept: Path
 ) -> dict[str, Any]:
     """Return an API prompt: sampling, with a LoRA or without."""
+    base = model.partition("-")[0]
     prompt = {
         "1": node("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default"),
-        "2": node("BenchConditioning", **TEXT[model], seed=1),
-        "3": node("BenchConditioning", **TEXT[model], seed=2),
+        "2": node("BenchConditioning", **TEXT[base], seed=1),
+        "3": node("BenchConditioning", **TEXT[base], seed=2),
         "4": node(
-            "EmptyLatentImage" if model == "sdxl" else "EmptySD3LatentImage",
+            "EmptyLatentImage" if base == "sdxl" else "EmptySD3LatentImage",
             width=size[0],
             height=size[1],
             batch_size=1,
@@ -133,7 +135,7 @@ def model_prompt(
         kind = {"ours": "CG_CompileModel", "core": "TorchCompileModel"}[way]
         prompt["6"] = node(kind, model=link, backend="inductor")
         link = ["6", 0]
-    sampler = {"seed": seed, "steps": steps, "cfg": 6.0 if model == "sdxl" else 1.0, "denoise": 1.0}
+    sampler = {"seed": seed, "steps": steps, "cfg": 6.0 if base == "sdxl" else 1.0, "denoise": 1.0}
     links = {"model": link, "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
     prompt["7"] = node("KSampler", **links, **sampler, sampler_name="euler", scheduler="normal")
     prompt["8"] = node("BenchKeep", latent=["7", 0], path=str(kept))
@@ -183,21 +185,41 @@ def make(options: argparse.Namespace) -> None:
     import torch
 
     model = options.make
+    base, _, format_ = model.partition("-")
     models.use_comfyui(options.comfyui)
     import safetensors.torch
 
     if model == "kl":
         network, dtype = models.vae("kl", torch.float32).first_stage_model, torch.float32
     else:
-        dtype = torch.float16 if model == "sdxl" else torch.bfloat16
-        network = models.patcher(model, dtype).model.diffusion_model
+        dtype = torch.float16 if base == "sdxl" else torch.bfloat16
+        network = models.patcher(base, dtype).model.diffusion_model
     path = weights_of(options, model)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in network.state_dict().items()}
-    safetensors.torch.save_file(state, str(path))
+    safetensors.torch.save_file(quantized(state, format_) if format_ else state, str(path))
     lora = options.home / "models" / "loras" / f"{model}.safetensors"
     lora.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(low_rank(state), str(lora))
+
+
+def quantized(state: dict[str, Any], format_: str) -> dict[str, Any]:
+    """Return a checkpoint whose blocks' matrices are in a format of `comfy.quant_ops.QUANT_ALGOS`."""
+    import torch
+    from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+
+    layout = QUANT_ALGOS[format_]["comfy_tensor_layout"]
+    options = {"scale": "recalculate"} if format_.startswith("float8") else {}
+    note = torch.tensor(list(json.dumps({"format": format_}).encode()), dtype=torch.uint8)
+    made = {}
+    for name, weight in state.items():
+        if weight.ndim != 2 or "block" not in name or not name.endswith(".weight"):
+            made[name] = weight
+            continue
+        parts = QuantizedTensor.from_float(weight, layout, **options).state_dict(name)
+        made |= {key: part.contiguous() for key, part in parts.items()}
+        made[f"{name.removesuffix('weight')}comfy_quant"] = note.clone()
+    return made
 
 
 def low_rank(state: dict[str, Any], rank: int = 8) -> dict[str, Any]:

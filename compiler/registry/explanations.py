@@ -20,9 +20,9 @@ class Explanation:
 
 
 _MEMORY = Explanation(
-    "GPU memory is short, so ComfyUI brings the weights of these blocks when they are used. With more free memory "
-    "they run compiled.",
-    "显存不足，ComfyUI 在用到这些块时才搬来它们的权重。显存充足时它们会以编译方式运行。",
+    "GPU memory is short, so another extension's layers in these blocks get their weights when they are used. With more "
+    "free memory they run compiled.",
+    "显存不足，这些块中其他扩展的层在用到时才搬来权重。显存充足时它们会以编译方式运行。",
 )
 _PATCH = Explanation(
     "A node changes what happens inside of these blocks. They run uncompiled while it is connected.",
@@ -120,13 +120,22 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.OPTIONS_SEARCHED: _OPTION,
     ReasonCode.OPTIONS_COUNTED: _OPTION,
     ReasonCode.WEIGHT_FUNCTION: Explanation(
-        "A LoRA lies on weights that did not fit into GPU memory, and is added to them at each use. With more free "
-        "memory, or without the LoRA, these blocks run compiled.",
-        "LoRA 作用在未能放入显存的权重上，每次使用时才叠加。显存充足或不用 LoRA 时，这些块以编译方式运行。",
+        "Weights of these blocks are changed each time they are used: by a LoRA on GGUF weights, or by a node that "
+        "changes quantised or float8 weights. Without it these blocks run compiled.",
+        "这些块的权重在每次使用时才被修改：作用于 GGUF 权重的 LoRA，或修改量化、float8 权重的节点。不用它们时，这些块以编译方式运行。",
     ),
     ReasonCode.WEIGHT_TYPE: Explanation(
-        "The weights are quantised in a form of their own, such as GGUF, that a graph cannot read.",
-        "权重采用 GGUF 等特有的量化格式，图无法读取。",
+        "The weights are quantised in a form of their own that a graph cannot read.",
+        "权重采用特有的量化格式，图无法读取。",
+    ),
+    ReasonCode.WEIGHT_LAYOUT: Explanation(
+        "The checkpoint is quantised in a format that Compiled Graphs does not know yet. Another format of the same "
+        "model (float8, int8, GGUF Q8_0 or Q4_K) runs compiled.",
+        "该检查点的量化格式尚不受支持。同一模型的其他格式（float8、int8、GGUF Q8_0 或 Q4_K）会以编译方式运行。",
+    ),
+    ReasonCode.WEIGHT_FUNCTION_UNKNOWN: Explanation(
+        "The code of these blocks does something to a quantised weight besides multiplying with it.",
+        "这些块的代码除了相乘之外，还对量化权重做了其他运算。",
     ),
     ReasonCode.WEIGHT_DEVICE: _MEMORY,
     ReasonCode.WEIGHT_FORM: Explanation(
