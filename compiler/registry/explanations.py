@@ -20,8 +20,8 @@ class Explanation:
 
 
 _MEMORY = Explanation(
-    "GPU memory is short, so another extension's layers in these blocks get their weights when they are used. With more "
-    "free memory they run compiled.",
+    "GPU memory is short, so layers of another extension in these blocks get their weights when they are used. With "
+    "more free memory they run compiled.",
     "显存不足，这些块中其他扩展的层在用到时才搬来权重。显存充足时它们会以编译方式运行。",
 )
 _PATCH = Explanation(
@@ -122,7 +122,8 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.WEIGHT_FUNCTION: Explanation(
         "Weights of these blocks are changed each time they are used: by a LoRA on GGUF weights, or by a node that "
         "changes quantised or float8 weights. Without it these blocks run compiled.",
-        "这些块的权重在每次使用时才被修改：作用于 GGUF 权重的 LoRA，或修改量化、float8 权重的节点。不用它们时，这些块以编译方式运行。",
+        "作用于 GGUF 权重的 LoRA，或修改量化、float8 权重的节点，在每次使用时才修改这些块的权重。"
+        "不用它们时，这些块以编译方式运行。",
     ),
     ReasonCode.WEIGHT_TYPE: Explanation(
         "The weights are quantised in a form of their own that a graph cannot read.",
@@ -131,7 +132,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.WEIGHT_LAYOUT: Explanation(
         "The checkpoint is quantised in a format that Compiled Graphs does not know yet. Another format of the same "
         "model (float8, int8, GGUF Q8_0 or Q4_K) runs compiled.",
-        "该检查点的量化格式尚不受支持。同一模型的其他格式（float8、int8、GGUF Q8_0 或 Q4_K）会以编译方式运行。",
+        "该检查点的量化格式尚不受支持。同一模型的其他格式，如 float8、int8、GGUF Q8_0 或 Q4_K，会以编译方式运行。",
     ),
     ReasonCode.WEIGHT_FUNCTION_UNKNOWN: Explanation(
         "The code of these blocks does something to a quantised weight besides multiplying with it.",
