@@ -7,13 +7,13 @@ not stand between the layer's code and the export.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ....common.inner_tensors import InnerTensors
+from ....common.inner_tensors import InnerTensors, plain_alias
 from ....common.reason import ReasonCode, Unsupported
 
 CLASS = "GGMLTensor"
@@ -53,15 +53,13 @@ class TracedBytes:
         return self
 
 
-def is_of_gguf(weight: Any) -> bool:
-    """Whether a weight is one of the extension's tensors, or takes the place of one."""
-    return isinstance(weight, TracedBytes) or (
-        type(weight).__name__ == CLASS and hasattr(weight, "tensor_type") and hasattr(weight, "tensor_shape")
-    )
+def is_known(cls: type) -> bool:
+    """Whether a class is that of the extension's tensors, or of what takes the place of one."""
+    return cls is TracedBytes or (cls.__name__ == CLASS and issubclass(cls, torch.Tensor))
 
 
-def inner_tensors(weight: Any, as_plain: Callable[[torch.Tensor], torch.Tensor]) -> InnerTensors:
-    """Return the bytes of a weight. `as_plain` returns a tensor of torch's own class with the same memory.
+def inner_tensors(weight: Any) -> InnerTensors:
+    """Return the bytes of a weight.
 
     Raises Unsupported for a type that is not known, and for a weight with a LoRA: the extension adds that at each
     call, after it has dequantised the weight.
@@ -74,8 +72,8 @@ def inner_tensors(weight: Any, as_plain: Callable[[torch.Tensor], torch.Tensor])
     if getattr(weight, "patches", None):
         raise Unsupported(ReasonCode.WEIGHT_FUNCTION, f"a LoRA on {name} of GGUF")
     if name in PLAIN_TYPES:
-        return InnerTensors(("",), (as_plain(weight),), ())
-    return InnerTensors(("data",), (as_plain(weight),), _layout(weight))
+        return InnerTensors(("",), (plain_alias(weight),), ())
+    return InnerTensors(("data",), (plain_alias(weight),), _layout(weight))
 
 
 def with_inner_tensors(weight: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor | TracedBytes:
@@ -88,7 +86,8 @@ def with_inner_tensors(weight: Any, tensors: Sequence[torch.Tensor]) -> torch.Te
 
 def type_name(weight: Any) -> str:
     """Return the name of a tensor's type in the file, such as Q4_K."""
-    return str(getattr(weight.tensor_type, "name", weight.tensor_type))
+    kind = getattr(weight, "tensor_type", None)
+    return str(getattr(kind, "name", kind))
 
 
 def _layout(weight: Any) -> tuple[Any, ...]:

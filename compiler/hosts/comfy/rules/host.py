@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ....common.host import Host
-from ....common.inner_tensors import TENSOR_TYPES, InnerTensors, plain_alias
+from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import Reason, ReasonCode
 from ....common.weight_source import NetworkWeights
 from ....identity.context_options import TracedOptions, fresh
@@ -108,18 +109,11 @@ class ComfyHost(Host):
 
     def inner_tensors(self, tensor: torch.Tensor) -> InnerTensors | None:
         """Quantised weights have inner tensors."""
-        if type(tensor) in TENSOR_TYPES:
-            return None
-        if gguf_weights.is_of_gguf(tensor):
-            return gguf_weights.inner_tensors(tensor, plain_alias)
-        quantized = quantized_weights.quantized_type()
-        if quantized is not None and isinstance(tensor, quantized):
-            return quantized_weights.inner_tensors(tensor)
-        return super().inner_tensors(tensor)
+        rules = _rules_of(type(tensor))
+        return super().inner_tensors(tensor) if rules is None else rules.inner_tensors(tensor)
 
     def with_inner_tensors(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        rules = gguf_weights if gguf_weights.is_of_gguf(weight) else quantized_weights
-        return rules.with_inner_tensors(weight, tensors)
+        return _rules_of(type(weight)).with_inner_tensors(weight, tensors)
 
     def traced_functions(self) -> AbstractContextManager[Any]:
         """Layouts answer for torch's functions of quantised weights."""
@@ -233,6 +227,17 @@ class ComfyHost(Host):
 
     def is_cancelled(self) -> bool:
         return comfy_compat.is_cancelled()
+
+
+@lru_cache(maxsize=64)
+def _rules_of(cls: type) -> Any:
+    """Return the module that knows weights of a class, or None."""
+    if cls in TENSOR_TYPES:
+        return None
+    if gguf_weights.is_known(cls):
+        return gguf_weights
+    quantized = quantized_weights.quantized_type()
+    return quantized_weights if quantized is not None and issubclass(cls, quantized) else None
 
 
 def _covers(blocks: Mapping[tuple, Any], block: tuple | None) -> bool:
