@@ -118,9 +118,17 @@ class Host:
         """Return a weight like this one that consists of other tensors, in the order of `inner_tensors`."""
         raise NotImplementedError("a host that knows no such weights makes none")
 
-    def traced_functions(self) -> AbstractContextManager[Any]:
-        """Enter around a region's code while it is traced with weights that consist of other tensors."""
+    def traced_functions(self, is_lenient: bool = False) -> AbstractContextManager[Any]:
+        """Enter around code that runs with fake tensors inside of weights that consist of others.
+
+        A strict one, for a trace, raises Unsupported for what the host's own class would answer by a choice that a
+        graph must not make. A lenient one is for code whose results do not matter.
+        """
         return nullcontext()
+
+    def weight_hooks_of(self, attributes: Mapping[str, Any]) -> frozenset[str]:
+        """Return those of a layer's attributes that change its weights on the fly when they are set."""
+        return self.weight_hooks & attributes.keys()
 
     def without_allocation_scopes(self) -> AbstractContextManager[None]:
         """Enter around a call of the network, real or ahead: the host must not record what is allocated in it."""

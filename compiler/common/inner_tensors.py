@@ -6,10 +6,8 @@ So one graph serves every checkpoint of a layout. (torch calls such a weight a t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +25,8 @@ class InnerTensors:
     tensors: tuple[torch.Tensor, ...]
     layout: tuple[Any, ...]
     """Everything else that decides what the weight means: plain values, dtypes and classes."""
+    owner: torch.Tensor | None = None
+    """The weight, if the tensors are new at each look and only share its memory."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -40,11 +40,19 @@ Look = Callable[[torch.Tensor], InnerTensors | None]
 
 def plain_tensors(tensors: Iterable[torch.Tensor | None], look: Look) -> list[torch.Tensor | None]:
     """Return the tensors, with inner ones in the place of those that consist of others. Raises what `look` raises."""
+    return plain_and_owners(tensors, look)[0]
+
+
+def plain_and_owners(tensors: Iterable[torch.Tensor | None], look: Look) -> tuple[list, list]:
+    """Return the same, and for each of them the tensor that lasts as long as its memory."""
     plain: list[torch.Tensor | None] = []
+    owners: list[torch.Tensor | None] = []
     for tensor in tensors:
         inner = None if tensor is None else look(tensor)
-        plain.extend([tensor] if inner is None else inner.tensors)
-    return plain
+        found = [tensor] if inner is None else inner.tensors
+        plain.extend(found)
+        owners.extend(found if inner is None or inner.owner is None else [inner.owner] * len(found))
+    return plain, owners
 
 
 def plain_names(named: Iterable[tuple[str, torch.Tensor]], look: Look) -> list[str]:
@@ -54,31 +62,3 @@ def plain_names(named: Iterable[tuple[str, torch.Tensor]], look: Look) -> list[s
         inner = look(tensor)
         names.extend([name] if inner is None else [f"{name}.{part}" if part else name for part in inner.names])
     return names
-
-
-class _Alias:
-    """A tensor of torch's own class that was made for one of another class."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.plain = tensor.as_subclass(torch.Tensor)
-        self._tensor = weakref.ref(tensor, partial(_forget, id(tensor)))
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether both still have the same memory: hosts move weights by replacing the data of a tensor."""
-        return self._tensor() is tensor and self.plain.data_ptr() == tensor.data_ptr()
-
-
-_aliases: dict[int, _Alias] = {}
-
-
-def _forget(identity: int, reference: weakref.ref) -> None:
-    if identity in _aliases and _aliases[identity]._tensor is reference:
-        del _aliases[identity]
-
-
-def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of torch's own class with the memory of one of another class: the same one at each call."""
-    known = _aliases.get(id(tensor))
-    if known is None or not known.holds(tensor):
-        known = _aliases[id(tensor)] = _Alias(tensor)
-    return known.plain

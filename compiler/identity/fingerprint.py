@@ -353,10 +353,11 @@ class _Values:
     def _tensor(self, value: torch.Tensor, where: str) -> Any:
         """Describe a table that code reads beside a function by its content. No other tensor can be described."""
         is_table = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= MAX_TABLE
-        if self.paths or not is_table or value.requires_grad or value.ndim == 0 or not value.is_contiguous():
+        if self.paths or not is_table or value.requires_grad or not value.ndim or value.is_conj() or value.is_neg():
             self.mark_obscure(ReasonCode.STRAY_TENSOR, where)
             return "tensor"
-        return ["table", str(value.dtype), list(value.shape), self._array(value.view(torch.uint8).numpy(), where)]
+        content = self._array(value.contiguous().view(torch.uint8).numpy(), where)
+        return ["table", str(value.dtype), list(value.shape), content]
 
     def _array(self, value: Any, where: str) -> Any:
         if value.dtype.hasobject:

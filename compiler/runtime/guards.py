@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Sequence
 from itertools import chain, starmap
 from operator import getitem, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..common.host import Host
-from ..common.inner_tensors import TENSOR_TYPES, plain_names, plain_tensors
+from ..common.inner_tensors import TENSOR_TYPES, plain_and_owners, plain_names
 from ..common.reason import ReasonCode, Unsupported
 from ..common.tensor_slots import owned_tensor_slots, tensor_slots
 from ..common.torch_compat import global_forward_hooks, global_forward_pre_hooks
@@ -87,7 +87,7 @@ class ModuleGuard:
         for reference, attributes in self._modules:
             if "forward" in attributes and not self._host.module_is_clean(reference()):
                 raise Unsupported(ReasonCode.FORWARD_REPLACED)
-        self._weight_hooks = [(a, name) for a in self._attributes for name in self._host.weight_hooks if name in a]
+        self._weight_hooks = [(a, name) for a in self._attributes for name in self._host.weight_hooks_of(a)]
         if not any("forward" in attributes for attributes in self._attributes):
             self._sizes = list(map(len, self._attributes))
 
@@ -114,14 +114,13 @@ class WeightGuard:
         self._host = host
         self._source = source
         self._device = device if host.weights_say_device else None
-        self._held = held = self._current()
-        """What the modules held at the last check."""
+        held = self._current()
         self._consists = any(type(weight) not in TENSOR_TYPES for weight in held)
         """Whether some weights consist of other tensors."""
-        self._plain = held
-        """The same, with inner tensors in the place of such weights."""
-        self._names = self._names_of([name for name, _, _ in named])
+        self._names = self._names_of([name for name, _, _ in named], held)
         self._forms = self._forms_of(held)
+        self._call: _Held | None = None
+        """What the modules hold in this call. Nobody keeps it longer: a host that moves a model drops its tensors."""
         self._checked = _Tensors([])
         self._fit: tuple[GraphSpec, bool] | None = None
         """The spec that the last weights fitted as they were, and whether the modules held these."""
@@ -130,16 +129,17 @@ class WeightGuard:
 
     def check(self) -> None:
         """Raise Changed if shapes or dtypes have changed, or if the weights' device shows that the model has moved."""
-        self._held = held = self._current()
-        self._plain = plain = self._plain_of(held)
-        if self._checked.are(plain):
+        held = self._current()
+        self._call = call = self._look_into(held)
+        if self._checked.are(call.plain, call.owners):
             return
         self._fit = None
         if any(weight is None for weight in held) or self._forms_of(held) != self._forms:
             raise Changed
         if self._device is not None and any(weight.device != self._device for weight in held):
             raise Changed
-        self._checked = _Tensors(plain if all(type(weight) in TENSOR_TYPES for weight in plain) else [])
+        are_plain = all(type(weight) in TENSOR_TYPES for weight in call.plain)
+        self._checked = _Tensors(call.plain, call.owners) if are_plain else _Tensors([])
 
     def acquire(self, spec: GraphSpec, have_functions: bool) -> Sequence[torch.Tensor]:
         """Return the weights that `check` found right, where the model runs and in the layout of `spec`.
@@ -147,35 +147,46 @@ class WeightGuard:
         `have_functions` says whether weight functions act. The weights are valid until `release`. Raises Unsupported
         with the reason if they do not match `spec`.
         """
+        call = self._call or self._look_into(self._current())
         if self._fit == (spec, True) and not have_functions:
-            return self._plain
-        acquired = self._source.acquire(self._held)
-        is_held = acquired is self._held
-        weights = self._plain if is_held else self._plain_of(acquired)
+            return call.plain
+        acquired = self._source.acquire(call.held)
+        is_held = acquired is call.held
+        got = call if is_held else self._look_into(acquired)
+        weights = got.plain
         fit = spec, is_held
-        if fit == self._fit and (is_held or self._acquired.are(weights)):
+        if fit == self._fit and (is_held or self._acquired.are(weights, got.owners)):
             return weights
         self._fit = None
+        if not is_held and self._consists and list(map(self._layout, acquired)) != list(map(self._layout, call.held)):
+            raise _other_weights(next(iter(self._names), "none"))
         if self._names != spec.weight_names or len(weights) != len(self._names):
             raise _other_weights(next(iter(self._names), "none"))
         arranged = [self._in_layout(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
-            self._fit, self._acquired = fit, _Tensors([] if is_held else weights)
+            self._fit, self._acquired = fit, _Tensors([]) if is_held else _Tensors(weights, got.owners)
         return arranged
 
     def release(self) -> None:
         """Say that the call is over."""
+        self._call = None
         self._source.release()
 
     def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))
 
-    def _plain_of(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        return plain_tensors(weights, self._host.inner_tensors) if self._consists else weights
+    def _look_into(self, held: Sequence[torch.Tensor | None]) -> _Held:
+        if not self._consists:
+            return _Held(held, held, held)
+        return _Held(held, *plain_and_owners(held, self._host.inner_tensors))
 
-    def _names_of(self, names: list[str]) -> tuple[str, ...]:
+    def _layout(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
+        inner = self._host.inner_tensors(weight)
+        return None if inner is None else inner.layout
+
+    def _names_of(self, names: list[str], held: Sequence[torch.Tensor]) -> tuple[str, ...]:
         try:
-            return tuple(plain_names(zip(names, self._held, strict=True), self._host.inner_tensors))
+            return tuple(plain_names(zip(names, held, strict=True), self._host.inner_tensors))
         except Unsupported:  # the region is eager for that reason
             return tuple(names)
 
@@ -214,11 +225,22 @@ def _other_weights(path: str) -> Unsupported:
     return Unsupported(ReasonCode.WEIGHT_FORM, name)
 
 
-class _Tensors:
-    """Remembers tensors without keeping them alive."""
+class _Held(NamedTuple):
+    """The weights of a region in one call."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._identities = list(map(id, tensors))
+    held: Sequence[torch.Tensor | None]
+    plain: Sequence[torch.Tensor | None]
+    """The same, with inner tensors in the place of weights that consist of them."""
+    owners: Sequence[torch.Tensor | None]
+    """For each of these the tensor that lasts as long as its memory."""
+
+
+class _Tensors:
+    """Remembers tensors without keeping them alive. `owners` last as long as the memory of each."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], owners: Sequence[torch.Tensor] | None = None) -> None:
+        owners = tensors if owners is None else owners
+        self._identities = list(map(id, owners))
         # Hosts move weights by replacing the data that a Parameter points to.
         self._pointers = list(map(torch.Tensor.data_ptr, tensors))
         # A change of layout leaves weights at the same address.
@@ -226,11 +248,11 @@ class _Tensors:
         self._strides = self._strides_of(tensors)
         # Another tensor can get the identity and the address of one that was freed.
         self._gone: list[weakref.ref] = []
-        self._alive = [weakref.ref(tensor, self._gone.append) for tensor in tensors]
+        self._alive = [weakref.ref(owner, self._gone.append) for owner in owners]
 
-    def are(self, tensors: list[torch.Tensor | None]) -> bool:
+    def are(self, tensors: Sequence[torch.Tensor | None], owners: Sequence[torch.Tensor | None] | None = None) -> bool:
         """Whether these are the remembered tensors, at the same addresses and in the same layout."""
-        if self._gone or list(map(id, tensors)) != self._identities:
+        if self._gone or list(map(id, tensors if owners is None else owners)) != self._identities:
             return False
         return (
             list(map(torch.Tensor.data_ptr, tensors)) == self._pointers and self._strides_of(tensors) == self._strides
@@ -251,23 +273,23 @@ class TensorGuard:
         self._places = weights.places
         self._slots = [slot for _, slot in tensor_slots(network)] if self._places is RESIDENT else []
         self._consists = any(type(group[name]) not in TENSOR_TYPES for group, name in self._slots)
-        tensors = self._current()
+        tensors, owners = self._current()
         self.is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
-        self._known = _Tensors(tensors if self.is_usable else [])
+        self._known = _Tensors(tensors, owners) if self.is_usable else _Tensors([])
 
     def holds(self) -> bool:
         """Return whether nothing has moved or changed. Always False if a tensor was not on the device at first."""
         is_same = self._weights.places == self._places and self._current_values() == self._values
-        return self.is_usable and is_same and self._known.are(self._current())
+        return self.is_usable and is_same and self._known.are(*self._current())
 
-    def _current(self) -> list[torch.Tensor | None]:
+    def _current(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         held = list(starmap(dict.get, self._slots))
         if not self._consists:
-            return held
+            return held, held
         try:
-            return plain_tensors(held, self._host.inner_tensors)
+            return plain_and_owners(held, self._host.inner_tensors)
         except Unsupported:  # of a type that no graph takes: there is no capture
-            return held
+            return held, held
 
     def _current_values(self) -> dict[str, int]:
         # Each clone of a host's patcher has a stand-in of its own for the network's method.

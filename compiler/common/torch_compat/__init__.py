@@ -145,7 +145,7 @@ pytree = SimpleNamespace(
 # Models are looked at and traced with fake tensors, which have sizes and no data. Sizes are symbols.
 FakeTensorMode = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 FakeTensor = _needed("torch._subclasses.fake_tensor:FakeTensor")
-DisableTorchFunctionSubclass = _optional("torch._C:DisableTorchFunctionSubclass", need=Need.SOME)
+DisableTorchFunctionSubclass = _optional("torch._C:DisableTorchFunctionSubclass")
 ShapeEnv = _needed("torch.fx.experimental.symbolic_shapes:ShapeEnv")
 PythonPrinter = _needed("torch.utils._sympy.printers:PythonPrinter")
 TensorArgument = _needed("torch.export.graph_signature:TensorArgument")

@@ -127,7 +127,9 @@ class DeepCache:
         self._calls = 0
 
     def __call__(self, apply_model: Callable, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """Run one call of the model, whole or shallow."""
+        """Run one call of the model, whole or shallow. A copy of the model for another GPU runs whole."""
+        if self._is_of_other(apply_model):
+            return self._forward(apply_model, arguments)
         options = arguments["c"].get(OPTIONS, {})
         self._note_step(apply_model, arguments["timestep"], options)
         key = (self._calls, arguments["input"].shape, tuple(arguments.get("cond_or_uncond", ())))
@@ -139,6 +141,10 @@ class DeepCache:
         if self.comparison is None:
             return self._compare(apply_model, arguments, key, feature)
         return self._run_shallow(apply_model, arguments, feature)
+
+    def _is_of_other(self, apply_model: Callable) -> bool:
+        network = getattr(getattr(apply_model, "__self__", None), "diffusion_model", None)
+        return network is not None and network is not self._network()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeepCache:
         """ComfyUI of 2024 copies a patcher's options whole when it clones it."""

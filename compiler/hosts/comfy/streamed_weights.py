@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ...common.host import Host
+from ...common.inner_tensors import TENSOR_TYPES
 from ...common.reason import ReasonCode, Unsupported
 from ...common.tensor_slots import Slot, owned_tensor_slots
 from ...common.weight_source import RESIDENT
@@ -498,6 +499,9 @@ def resolve(layer: nn.Module, host: Host, device: torch.device, returns: bool = 
     if not returns:
         return None, None
     is_in_page = attributes["_prefetch"]["signature"] is not None
+    if not is_in_page and attributes.get("_full_precision_mm") and attributes.get(LORA_FUNCTIONS[0]):
+        if type(tensors["weight"]) not in TENSOR_TYPES:  # the layer itself would not round the weight again
+            raise Unsupported(ReasonCode.WEIGHT_FUNCTION, "a LoRA on a quantised weight that is not on the GPU")
     if is_in_page and not any(attributes.get(name) for name in FUNCTIONS):
         return attributes[ARRIVED["weight"]], attributes[ARRIVED["bias"]]
     return made

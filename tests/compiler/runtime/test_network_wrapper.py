@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import Counters
+from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper
 from compiled_graphs.compiler.runtime.region_forward import _thread
@@ -39,6 +40,7 @@ class FakeCompiledModel:
     """A fake compiled model, which says whether the network has changed and whether a block is due for comparison."""
 
     background = None
+    host = Host()
     weights = ResidentWeights()
 
     def __init__(self):

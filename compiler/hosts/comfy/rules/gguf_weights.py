@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ....common.inner_tensors import InnerTensors, plain_alias
+from ....common.inner_tensors import InnerTensors
 from ....common.reason import ReasonCode, Unsupported
 
 CLASS = "GGMLTensor"
@@ -49,7 +49,9 @@ class TracedBytes:
         return self.data.dtype
 
     def to(self, *args: Any, **kwargs: Any) -> TracedBytes:
-        """Return the same: a region is traced on the device that it runs on."""
+        """Return the same: a region is traced on the device that it runs on. Bytes have no other dtype."""
+        if kwargs.keys() - {"device", "non_blocking"} or any(isinstance(value, torch.dtype) for value in args):
+            raise Unsupported(ReasonCode.WEIGHT_FUNCTION_UNKNOWN, "to")
         return self
 
 
@@ -72,8 +74,8 @@ def inner_tensors(weight: Any) -> InnerTensors:
     if getattr(weight, "patches", None):
         raise Unsupported(ReasonCode.WEIGHT_FUNCTION, f"a LoRA on {name} of GGUF")
     if name in PLAIN_TYPES:
-        return InnerTensors(("",), (plain_alias(weight),), ())
-    return InnerTensors(("data",), (plain_alias(weight),), _layout(weight))
+        return InnerTensors(("",), (weight.as_subclass(torch.Tensor),), (), weight)
+    return InnerTensors(("data",), (weight.as_subclass(torch.Tensor),), _layout(weight), weight)
 
 
 def with_inner_tensors(weight: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor | TracedBytes:

@@ -55,10 +55,9 @@ class ComfyHost(Host):
 
     folder = Path(__file__).resolve().parents[1]
     context_arguments = frozenset({OPTIONS})
-    weight_hooks = frozenset(
-        {"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function", FORCE_CAST}
-    )
+    weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
     volatile_attributes = weight_hooks | {
+        FORCE_CAST,
         "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
         # `ModelPatcher.load` marks the layers of extensions, too.
         "comfy_cast_weights",
@@ -115,10 +114,10 @@ class ComfyHost(Host):
     def with_inner_tensors(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _rules_of(type(weight)).with_inner_tensors(weight, tensors)
 
-    def traced_functions(self) -> AbstractContextManager[Any]:
+    def traced_functions(self, is_lenient: bool = False) -> AbstractContextManager[Any]:
         """Layouts answer for torch's functions of quantised weights."""
         quantized = quantized_weights.quantized_type()
-        return nullcontext() if quantized is None else quantized_weights.QuantizedFunctions(quantized)
+        return nullcontext() if quantized is None else quantized_weights.QuantizedFunctions(quantized, is_lenient)
 
     def without_allocation_scopes(self) -> AbstractContextManager[None]:
         return comfy_compat.without_allocation_scopes()
@@ -133,7 +132,12 @@ class ComfyHost(Host):
             return streamed_weights.PLACE in attributes
         if quantized_weights.is_quantized(attributes):  # the layer then dequantises its weight, and multiplies that
             return False
-        return not in_place or name == FORCE_CAST
+        return not in_place
+
+    def weight_hooks_of(self, attributes: Mapping[str, Any]) -> frozenset[str]:
+        """A quantised layer that is told to cast its weight dequantises it."""
+        hooks = super().weight_hooks_of(attributes)
+        return hooks | {FORCE_CAST} if FORCE_CAST in attributes and "layout_type" in attributes else hooks
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""
@@ -236,8 +240,7 @@ def _rules_of(cls: type) -> Any:
         return None
     if gguf_weights.is_known(cls):
         return gguf_weights
-    quantized = quantized_weights.quantized_type()
-    return quantized_weights if quantized is not None and issubclass(cls, quantized) else None
+    return quantized_weights if quantized_weights.is_known(cls) else None
 
 
 def _covers(blocks: Mapping[tuple, Any], block: tuple | None) -> bool:

@@ -8,9 +8,8 @@ is traced as it is: the same products as eager code, on the same GPU, in the sam
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,38 +53,21 @@ OPAQUE_LINEARS = {
 
 DATA = "_qdata"
 """Attribute of a quantised weight: its values."""
+_KNOWN = "_compiled_graphs_inner_tensors"
 
 
 def inner_tensors(weight: Any) -> InnerTensors:
-    """Return what a quantised weight consists of. Raises Unsupported, with its name, for an unknown layout."""
-    known = _known.get(id(weight))
-    if known is not None and known.holds(weight):
-        return known.inner
-    known = _Known(weight, _inner_tensors(weight))
-    _known[id(weight)] = known
-    return known.inner
+    """Return what a quantised weight consists of. Raises Unsupported, with its name, for an unknown layout.
 
-
-class _Known:
-    """What a weight was found to consist of. Each call of a region asks for that."""
-
-    def __init__(self, weight: Any, inner: InnerTensors) -> None:
-        self.inner = inner
-        self._weight = weakref.ref(weight, partial(_forget, id(weight)))
-        self._parts = weight._qdata, weight._params
-
-    def holds(self, weight: Any) -> bool:
-        """Whether that is this weight, and it still consists of that."""
-        data, parameters = self._parts
-        return self._weight() is weight and weight._qdata is data and weight._params is parameters
-
-
-_known: dict[int, _Known] = {}
-
-
-def _forget(identity: int, reference: weakref.ref) -> None:
-    if identity in _known and _known[identity]._weight is reference:
-        del _known[identity]
+    Each call of a region asks. The answer is kept with the weight: a reference from elsewhere, even a weak one, would
+    keep `Module.to` from replacing the weight (`torch.utils.swap_tensors`).
+    """
+    known = weight.__dict__.get(_KNOWN)
+    if known is not None and known[0] is weight._qdata and known[1] is weight._params:
+        return known[2]
+    inner = _inner_tensors(weight)
+    weight.__dict__[_KNOWN] = weight._qdata, weight._params, inner
+    return inner
 
 
 def _inner_tensors(weight: Any) -> InnerTensors:
@@ -107,6 +89,12 @@ def with_inner_tensors(weight: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return type(weight)(data, weight._layout_cls, parameters)
 
 
+def is_known(cls: type) -> bool:
+    """Whether a class is that of quantised weights. Before comfy_kitchen, ComfyUI had another one of that name."""
+    quantized = quantized_type()
+    return quantized is not None and issubclass(cls, quantized) and "comfy_kitchen" in cls.__module__
+
+
 def is_quantized(attributes: Mapping[str, Any]) -> bool:
     """Whether a layer with these attributes has a weight that is no plain tensor."""
     weight = attributes["_parameters"].get("weight")
@@ -122,11 +110,13 @@ class QuantizedFunctions(TorchFunctionMode):
     """Has torch's functions of quantised tensors answered by their layout, before the dispatcher meets them.
 
     Raises Unsupported for a function that no layout answers for: dequantising there would be our choice, not ComfyUI's.
+    A lenient one leaves such a function to the class, which dequantises.
     """
 
-    def __init__(self, quantized: type) -> None:
+    def __init__(self, quantized: type, is_lenient: bool = False) -> None:
         super().__init__()
         self._quantized = quantized
+        self._is_lenient = is_lenient
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -138,12 +128,14 @@ class QuantizedFunctions(TorchFunctionMode):
         if function in _metadata_functions():
             with DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if self._is_lenient and function not in _OPERATORS:
+            return function(*args, **kwargs)
         operator = _OPERATORS.get(function)
         if function is F.linear and (made := _opaque_linear(*args, **kwargs)) is not None:
             return made
         if operator is None:
             raise Unsupported(ReasonCode.WEIGHT_FUNCTION_UNKNOWN, getattr(function, "__name__", str(function)))
-        return self._quantized.__torch_dispatch__(operator, types, args, kwargs)
+        return self._quantized.__torch_dispatch__(operator, types, *_by_place(function, args, kwargs))
 
 
 def _opaque_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:  # noqa: A002
@@ -159,6 +151,21 @@ def _opaque_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None =
     return call_by_name(function, tensors, constants, shape, constants.get("out_dtype", input.dtype))
 
 
+def _by_place(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return a function's arguments as torch's dispatcher would hand them on: layouts read the first ones by place."""
+    if function in (torch.Tensor.view, torch.Tensor.reshape) and len(args) > 2:
+        args = args[0], list(args[1:])
+    left, placed = dict(kwargs), list(args)
+    for name in _PARAMETERS.get(function, ())[len(args) :]:
+        placed.append(left.pop(name, None))
+    return tuple(placed), left
+
+
+_PARAMETERS = {
+    F.linear: ("input", "weight", "bias"),
+    torch.mm: ("input", "mat2"),
+    torch.addmm: ("input", "mat1", "mat2"),
+}
 _ATEN = torch.ops.aten
 _OPERATORS: dict[Callable, Any] = {
     F.linear: _ATEN.linear.default,

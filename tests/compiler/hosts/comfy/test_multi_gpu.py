@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import comfy.model_patcher
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.coexistence import is_ours
+from compiled_graphs.compiler.hosts.comfy.deep_cache import DeepCache, Settings
 
 pytestmark = pytest.mark.skipif(
     not hasattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu"), reason="this ComfyUI has one GPU only"
@@ -75,3 +78,19 @@ def test_clones_do_not_add_up_callbacks(model, registry):
     before = {moment: sum(map(len, keys.values())) for moment, keys in ours.callbacks.items()}
     again, _ = host.compile_model(ours, host.Request("eager"))
     assert {moment: sum(map(len, keys.values())) for moment, keys in again.callbacks.items()} == before
+
+
+def test_deep_cache_keeps_nothing_of_another_gpus_network(model, load):
+    cache = DeepCache(model.model.diffusion_model, Settings())
+    other = SimpleNamespace(diffusion_model=load("tiny_sd15").model.diffusion_model)
+
+    class Model(SimpleNamespace):
+        def apply_model(self, x, timestep, **conditioning):
+            return x + 1
+
+    made = Model(diffusion_model=other.diffusion_model)
+    arguments = {"input": torch.zeros(1), "timestep": torch.ones(1), "c": {}, "cond_or_uncond": [0]}
+    for _ in range(2):
+        assert torch.equal(cache(made.apply_model, arguments), torch.ones(1))
+    assert not cache._features
+    assert cache.whole == cache.shallow == 0
