@@ -67,5 +67,11 @@ def _run(
     return _resolved(function)(**dict(zip(names, tensors, strict=True)), **constants).to(dtype).contiguous()
 
 
-def _fake(function, arguments, tensors, shape, dtype):  # noqa: ANN001, ANN202
+def _fake(
+    function: str,
+    arguments: str,
+    tensors: Sequence[torch.Tensor],
+    shape: Sequence[int | torch.SymInt],
+    dtype: torch.dtype,
+) -> torch.Tensor:
     return tensors[0].new_empty(shape, dtype=dtype)

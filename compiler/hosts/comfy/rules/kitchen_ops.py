@@ -1,7 +1,8 @@
 """Operators of `comfy_kitchen`, written in torch's functions: a compiler fuses those with what is around them.
 
 The library has several kernels for a function and chooses one for each call. Each form here rounds as one of them
-does (`backends/cuda/ops/per_tensor_quantize.cu`, `backends/eager/quantization.py`).
+does: `per_tensor_quantize.cu` of its sources, `backends/eager/quantization.py` of its package. A compiler that fuses
+may keep more digits between two roundings.
 """
 
 from __future__ import annotations
