@@ -10,8 +10,8 @@ weights stay in --home, so a second RUN of `ours` is one after a restart.
 
 Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A
 latent is compared with that of `eager`, from the same RUN or an earlier one. `used` is of the whole GPU: while the
-first RUN of `ours` compiles, worker processes take 0.7 GiB each. `pinned` counts pages of the weights that are still
-pinned after the sampling.
+first RUN of `ours` compiles, worker processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on
+the GPU after a sampling, and `pinned` counts their pages that are still pinned.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         "other size": [each["seconds"] for each in other],
         "lora on, same, changed, off": [each["seconds"] for each in loras],
         "used": round(again[-1]["used"], 2),
+        "resident": round(again[-1]["resident"], 2),
         "pinned": max(each["pinned"] for each in everything),
         "finite": all(each["finite"] for each in everything),
         "differs": max((each["differs"] for each in everything if each["differs"] is not None), default=None),

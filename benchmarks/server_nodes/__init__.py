@@ -57,16 +57,18 @@ class BenchKeep:
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             used = (total - free) / 2**30
-        return {"ui": {"bench": [{"used": used, "finite": bool(kept.isfinite().all()), "pinned": _pinned_pages()}]}}
+        pages, finite = _pages(), bool(kept.isfinite().all())
+        counts = {"pinned": sum(bool(flags & 2) for flags in pages), "resident": sum(flags & 1 for flags in pages) / 32}
+        return {"ui": {"bench": [{"used": used, "finite": finite, **counts}]}}
 
 
-def _pinned_pages():
-    """Return how many pages of streamed weights are pinned, of all loaded models; 0 where nothing is streamed."""
+def _pages():
+    """Return the flags of all pages (32 MiB each) of streamed weights: 1 if in the GPU's memory, 2 if pinned."""
     import comfy.model_management
 
     models = [loaded.model.model for loaded in comfy.model_management.current_loaded_models if loaded.model is not None]
     ranges = [vbar for model in models for vbar in getattr(model, "dynamic_vbars", {}).values()]
-    return sum(bool(flags & 2) for vbar in ranges for flags in vbar.get_residency())
+    return [flags for vbar in ranges for flags in vbar.get_residency()]
 
 
 NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (BenchConditioning, BenchLatent, BenchKeep)}
