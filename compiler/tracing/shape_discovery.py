@@ -83,6 +83,7 @@ def _observe(
         weightless = weightless_copy(
             model, host, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
         )
+        host.prepare_for_tracing(weightless)
         for region, fingerprint in regions.items():
             block = weightless.get_submodule(region.path)
             block.forward = partial(_observed_forward, block, fingerprint, host, seen[region.path], results)

@@ -183,6 +183,7 @@ class ComfyHost(Host):
             if function := module.__dict__.get("optimized_attention"):
                 module.__dict__["optimized_attention"] = opaque_map_attention(function)
         multiply_weights(weightless)
+        quantized_weights.hide_from_fused_inputs(weightless)
 
     def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""

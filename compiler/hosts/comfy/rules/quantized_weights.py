@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 
 from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
@@ -104,6 +105,38 @@ def is_quantized(attributes: Mapping[str, Any]) -> bool:
 def quantized_type() -> type | None:
     """Return the class of quantised weights, or None if this ComfyUI has none."""
     return comfy_compat.find("comfy.quant_ops.QuantizedTensor")
+
+
+def hide_from_fused_inputs(weightless: nn.Module) -> None:
+    """Have int8 layers of a weightless copy called as layers, with what their input passes through before.
+
+    `comfy.ops.linear_input_act` reads such a layer's weight and calls a kernel that applies the activation as well
+    (Wan, LTX). No operator stands for that kernel. For a weight of any other kind it calls the layer.
+    """
+    quantized = quantized_type()
+    for layer in weightless.modules() if quantized is not None else ():
+        weight = layer._parameters.get("weight") if type(layer).__name__ == "Linear" else None
+        if isinstance(weight, quantized) and weight._layout_cls == "TensorWiseINT8Layout":
+            layer.__class__ = _with_hidden_weight(type(layer))
+
+
+@lru_cache(maxsize=16)
+def _with_hidden_weight(cls: type) -> type:
+    class Hidden(cls):
+        """Its weight is there for its own code only."""
+
+        @property
+        def weight(self) -> Any:
+            return self._parameters["weight"] if self.__dict__.get("_is_running") else None
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.__dict__["_is_running"] = True
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                del self.__dict__["_is_running"]
+
+    return Hidden
 
 
 class QuantizedFunctions(TorchFunctionMode):

@@ -14,15 +14,20 @@ import comfy.sd
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.inner_tensors import plain_tensors
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode, Unsupported
+from compiled_graphs.compiler.common.tensor_slots import tensor_slots
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers, pickled, without_data
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import process, worker_setup
 from compiled_graphs.compiler.hosts.comfy.rules import quantized_weights
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.identity.call_signature import bind, read
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.tracing.export import export_region
+from compiled_graphs.compiler.tracing.graph_request import GraphRequest
 from compiled_graphs.compiler.tracing.weightless_copy import weightless_copy
 from rows import adapted, low_rank
 from vbar import stream
@@ -319,3 +324,74 @@ def test_quantised_weights_of_before_comfy_kitchen_are_named():
 
     with pytest.raises(Unsupported, match="weights of type QuantizedTensor"):
         HOST.inner_tensors(torch.zeros(2).as_subclass(QuantizedTensor))
+
+
+MIXED = comfy.ops.mixed_precision_ops({}, torch.float32)
+
+
+def from_float(weight, name):
+    return quant_ops.QuantizedTensor.from_float(
+        weight, quant_ops.QUANT_ALGOS[name]["comfy_tensor_layout"], **KIND_OF_SCALE.get(name, {})
+    ).state_dict("weight")
+
+
+def filled(layer, state, name, **settings):
+    note = list(json.dumps({"format": name, **settings}).encode())
+    layer.load_state_dict({**state, "comfy_quant": torch.tensor(note, dtype=torch.uint8)}, strict=False)
+    return layer
+
+
+class FusedInput(torch.nn.Module):
+    """As the feed-forward layers of Wan and LTX."""
+
+    def __init__(self, name):
+        super().__init__()
+        state = from_float(torch.randn(32, 64), name) | {"bias": torch.randn(32)}
+        self.layer = filled(MIXED.Linear(64, 32), state, name)
+
+    def forward(self, x):
+        return comfy.ops.linear_input_act(self.layer, x, "gelu_tanh")
+
+
+class Table(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.layer = filled(MIXED.Embedding(16, 64), from_float(torch.randn(16, 64), name), name)
+
+    def forward(self, x):
+        return self.layer((x[:, 0] * 3).long().abs() % 16)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        parts = [from_float(torch.randn(32, 64), name) for _ in range(2)]
+        state = {key: torch.stack([part[key] for part in parts]) for key in parts[0]} | {"bias": torch.randn(2, 32)}
+        self.layer = filled(MIXED.MoEExperts(2, 64, 32), state, name, num_experts=2)
+
+    def forward(self, x):
+        with self.layer.bank_resident(x):
+            return self.layer.expert_linear(x, 0) + self.layer.expert_linear(x, 1)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "int8_tensorwise"])
+@pytest.mark.parametrize("block", [FusedInput, Table, Experts])
+def test_each_layer_of_comfyui_is_traced_for_every_size(block, name):
+    module, x = block(name), torch.randn(5, 64)
+    signature, tensors = read(bind(block, (x,), {}, HOST.context_arguments))
+    request = GraphRequest(
+        "a block",
+        module,
+        fingerprint(module, HOST),
+        signature,
+        x.device,
+        (x.dtype,),
+        (tuple(x.shape),),
+        ((True, False),),
+    )
+    program = export_region(request, HOST).program.module()
+    weights = plain_tensors([group[own] for _, (group, own) in tensor_slots(module)], HOST.inner_tensors)
+    with torch.no_grad():
+        for size in (5, 9):
+            x = torch.randn(size, 64)
+            assert torch.equal(program(weights, [x]), module(x))
