@@ -378,17 +378,9 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize("block", [FusedInput, Table, Experts])
 def test_each_layer_of_comfyui_is_traced_for_every_size(block, name):
     module, x = block(name), torch.randn(5, 64)
-    signature, tensors = read(bind(block, (x,), {}, HOST.context_arguments))
-    request = GraphRequest(
-        "a block",
-        module,
-        fingerprint(module, HOST),
-        signature,
-        x.device,
-        (x.dtype,),
-        (tuple(x.shape),),
-        ((True, False),),
-    )
+    signature, _ = read(bind(block, (x,), {}, HOST.context_arguments))
+    sizes = (tuple(x.shape),), ((True, False),)
+    request = GraphRequest("block", module, fingerprint(module, HOST), signature, x.device, (x.dtype,), *sizes)
     program = export_region(request, HOST).program.module()
     weights = plain_tensors([group[own] for _, (group, own) in tensor_slots(module)], HOST.inner_tensors)
     with torch.no_grad():
