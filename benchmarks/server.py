@@ -3,8 +3,9 @@
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] RUN ...
 
 A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). A
-format after the model quantises its blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise. One server takes WAYS in turn,
-with commas between: eager, ours (Compile Model or VAE Speedup) and core (TorchCompileModel).
+format after the model quantises its blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if
+HOME/custom_nodes has ComfyUI-GGUF and Python has gguf. One server takes WAYS in turn, with commas between: eager, ours
+(Compile Model or VAE Speedup) and core (TorchCompileModel).
 FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
 weights stay in --home, so a second RUN of `ours` is one after a restart.
 
@@ -118,7 +119,7 @@ def model_prompt(
     """Return an API prompt: sampling, with a LoRA or without."""
     base = model.partition("-")[0]
     prompt = {
-        "1": node("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default"),
+        "1": loader(model),
         "2": node("BenchConditioning", **TEXT[base], seed=1),
         "3": node("BenchConditioning", **TEXT[base], seed=2),
         "4": node(
@@ -160,6 +161,16 @@ def vae_prompt(
     return prompt
 
 
+def loader(model: str) -> dict[str, Any]:
+    if is_gguf(model):
+        return node("UnetLoaderGGUF", unet_name=f"{model}.gguf")
+    return node("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
+
+
+def is_gguf(model: str) -> bool:
+    return model.partition("-")[2].startswith("gguf_")
+
+
 def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
@@ -177,7 +188,7 @@ def difference(options: argparse.Namespace, model: str, way: str, seed: int) -> 
 
 def weights_of(options: argparse.Namespace, model: str) -> Path:
     folder = "vae" if model == "kl" else "diffusion_models"
-    return options.home / "models" / folder / f"{model}.safetensors"
+    return options.home / "models" / folder / f"{model}.{'gguf' if is_gguf(model) else 'safetensors'}"
 
 
 def make(options: argparse.Namespace) -> None:
@@ -198,7 +209,10 @@ def make(options: argparse.Namespace) -> None:
     path = weights_of(options, model)
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in network.state_dict().items()}
-    safetensors.torch.save_file(quantized(state, format_) if format_ else state, str(path))
+    if is_gguf(model):
+        write_gguf(path, state, format_.removeprefix("gguf_"))
+    else:
+        safetensors.torch.save_file(quantized(state, format_) if format_ else state, str(path))
     lora = options.home / "models" / "loras" / f"{model}.safetensors"
     lora.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(low_rank(state), str(lora))
@@ -221,6 +235,30 @@ def quantized(state: dict[str, Any], format_: str) -> dict[str, Any]:
         made |= {key: part.contiguous() for key, part in parts.items()}
         made[f"{name.removesuffix('weight')}comfy_quant"] = note.clone()
     return made
+
+
+def write_gguf(path: Path, state: dict[str, Any], kind: str) -> None:
+    """Write a GGUF file whose blocks' matrices are of a type such as Q4_K: random values within a small scale."""
+    import gguf
+    import numpy as np
+
+    type_ = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[type_]
+    scales = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [size - 2]}[kind]
+    small = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
+    generator, writer = np.random.default_rng(0), gguf.GGUFWriter(str(path), "flux")
+    for name, weight in state.items():
+        if weight.ndim != 2 or "block" not in name or not name.endswith(".weight"):
+            writer.add_tensor(name, weight.float().numpy().astype(np.float16))
+            continue
+        data = generator.integers(0, 256, (weight.shape[0], weight.shape[1] // block, size), dtype=np.uint8)
+        for place in scales:
+            data[..., place : place + 2] = small
+        writer.add_tensor(name, data.reshape(weight.shape[0], -1), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def low_rank(state: dict[str, Any], rank: int = 8) -> dict[str, Any]:
