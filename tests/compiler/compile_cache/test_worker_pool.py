@@ -77,7 +77,7 @@ def test_worker_graphs_match_local_key_and_contract(workers, variant):
 
 def test_no_weights_are_sent(variant, monkeypatch):
     sent = []
-    monkeypatch.setattr(workers_module.pickle, "dumps", lambda order: sent.append(order) or b"")
+    monkeypatch.setattr(workers_module, "pickled", lambda order, host: sent.append(order) or b"")
     workers = Workers(setup, Host(), count=1)
     monkeypatch.setattr(workers, "_take", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
