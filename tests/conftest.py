@@ -15,8 +15,6 @@ NEEDS = {
     "oneflow": "runs graphs with OneFlow, on the CPU",
 }
 COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "cl", "cl.exe"}
-LONG = {"test_examples.py", "test_pipeline.py", "test_install.py"}
-"""Files whose tests start other programs, or run whole pipelines."""
 _running: list[pytest.Item] = []
 """The test that is running, if any."""
 
@@ -41,16 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in (name for name, is_needed in needed.items() if is_needed):
             item.add_marker(name)
     _skip_without_oneflow(items)
-    _longest_first(items)
-
-
-def _longest_first(items: list[pytest.Item]) -> None:
-    """Put files that take long at the beginning: one that begins last would keep a single core busy."""
-    weights: dict[Path, int] = {}
-    for item in items:
-        is_slow = any(item.get_closest_marker(name) for name in ("server", "compiler")) or item.path.name in LONG
-        weights[item.path] = weights.get(item.path, 0) + (20 if is_slow else 8 if "hosts" in item.path.parts else 1)
-    items.sort(key=lambda item: -weights[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,7 @@ class Host:
 
     def with_inner_tensors(self, weight: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a weight like this one that consists of other tensors, in the order of `inner_tensors`."""
-        raise NotImplementedError("a host that knows no such weights makes none")
+        raise KeyError("a host that knows no such weights makes none")
 
     def traced_functions(self, is_lenient: bool = False) -> AbstractContextManager[Any]:
         """Enter around code that runs with fake tensors inside of weights that consist of others.

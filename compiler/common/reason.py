@@ -46,7 +46,7 @@ class ReasonCode(Enum):
     WEIGHT_FUNCTION = "weights changed on the fly ({})"
     WEIGHT_TYPE = "weights of type {}"
     WEIGHT_LAYOUT = "quantised weights in the layout {}"
-    WEIGHT_FUNCTION_UNKNOWN = "{} of a quantised weight"
+    WEIGHT_OPERATION = "{} of a quantised weight"
     WEIGHT_DEVICE = "weights on {}"
     WEIGHT_FORM = "weights of another shape or dtype than the model was compiled with ({})"
 

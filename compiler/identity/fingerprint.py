@@ -351,7 +351,7 @@ class _Values:
         return [name, *own, [self.describe(item, where) for item in value]]
 
     def _tensor(self, value: torch.Tensor, where: str) -> Any:
-        """Describe a table that code reads beside a function by its content. No other tensor can be described."""
+        """Describe a small table that code reads by its content. A graph can depend on no other tensor."""
         is_table = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= MAX_TABLE
         if self.paths or not is_table or value.requires_grad or not value.ndim or value.is_conj() or value.is_neg():
             self.mark_obscure(ReasonCode.STRAY_TENSOR, where)

@@ -134,7 +134,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
         "model (float8, int8, GGUF Q8_0 or Q4_K) runs compiled.",
         "该检查点的量化格式尚不受支持。同一模型的其他格式，如 float8、int8、GGUF Q8_0 或 Q4_K，会以编译方式运行。",
     ),
-    ReasonCode.WEIGHT_FUNCTION_UNKNOWN: Explanation(
+    ReasonCode.WEIGHT_OPERATION: Explanation(
         "The code of these blocks does something to a quantised weight besides multiplying with it.",
         "这些块的代码除了相乘之外，还对量化权重做了其他运算。",
     ),

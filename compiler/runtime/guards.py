@@ -115,11 +115,11 @@ class WeightGuard:
         self._source = source
         self._device = device if host.weights_say_device else None
         held = self._current()
-        self._consists = any(type(weight) not in TENSOR_TYPES for weight in held)
+        self._has_inner = any(type(weight) not in TENSOR_TYPES for weight in held)
         """Whether some weights consist of other tensors."""
         self._names = self._names_of([name for name, _, _ in named], held)
         self._forms = self._forms_of(held)
-        self._call: _Held | None = None
+        self._seen: _Weights | None = None
         """What the modules hold in this call. Nobody keeps it longer: a host that moves a model drops its tensors."""
         self._checked = _Tensors([])
         self._fit: tuple[GraphSpec, bool] | None = None
@@ -130,16 +130,16 @@ class WeightGuard:
     def check(self) -> None:
         """Raise Changed if shapes or dtypes have changed, or if the weights' device shows that the model has moved."""
         held = self._current()
-        self._call = call = self._look_into(held)
-        if self._checked.are(call.plain, call.owners):
+        self._seen = seen = self._look_into(held)
+        if self._checked.are(seen.plain, seen.owners):
             return
         self._fit = None
         if any(weight is None for weight in held) or self._forms_of(held) != self._forms:
             raise Changed
         if self._device is not None and any(weight.device != self._device for weight in held):
             raise Changed
-        are_plain = all(type(weight) in TENSOR_TYPES for weight in call.plain)
-        self._checked = _Tensors(call.plain, call.owners) if are_plain else _Tensors([])
+        are_plain = all(type(weight) in TENSOR_TYPES for weight in seen.plain)
+        self._checked = _Tensors(seen.plain, seen.owners) if are_plain else _Tensors([])
 
     def acquire(self, spec: GraphSpec, have_functions: bool) -> Sequence[torch.Tensor]:
         """Return the weights that `check` found right, where the model runs and in the layout of `spec`.
@@ -147,18 +147,18 @@ class WeightGuard:
         `have_functions` says whether weight functions act. The weights are valid until `release`. Raises Unsupported
         with the reason if they do not match `spec`.
         """
-        call = self._call or self._look_into(self._current())
+        seen = self._seen or self._look_into(self._current())
         if self._fit == (spec, True) and not have_functions:
-            return call.plain
-        acquired = self._source.acquire(call.held)
-        is_held = acquired is call.held
-        got = call if is_held else self._look_into(acquired)
+            return seen.plain
+        acquired = self._source.acquire(seen.held)
+        is_held = acquired is seen.held
+        got = seen if is_held else self._look_into(acquired)
         weights = got.plain
         fit = spec, is_held
         if fit == self._fit and (is_held or self._acquired.are(weights, got.owners)):
             return weights
         self._fit = None
-        if not is_held and self._consists and list(map(self._layout, acquired)) != list(map(self._layout, call.held)):
+        if not is_held and self._has_inner and list(map(self._layout, acquired)) != list(map(self._layout, seen.held)):
             raise _other_weights(next(iter(self._names), "none"))
         if self._names != spec.weight_names or len(weights) != len(self._names):
             raise _other_weights(next(iter(self._names), "none"))
@@ -169,16 +169,16 @@ class WeightGuard:
 
     def release(self) -> None:
         """Say that the call is over."""
-        self._call = None
+        self._seen = None
         self._source.release()
 
     def _current(self) -> list[torch.Tensor | None]:
         return list(starmap(dict.get, self._slots))
 
-    def _look_into(self, held: Sequence[torch.Tensor | None]) -> _Held:
-        if not self._consists:
-            return _Held(held, held, held)
-        return _Held(held, *plain_and_owners(held, self._host.inner_tensors))
+    def _look_into(self, held: Sequence[torch.Tensor | None]) -> _Weights:
+        if not self._has_inner:
+            return _Weights(held, held, held)
+        return _Weights(held, *plain_and_owners(held, self._host.inner_tensors))
 
     def _layout(self, weight: torch.Tensor) -> tuple[Any, ...] | None:
         inner = self._host.inner_tensors(weight)
@@ -225,7 +225,7 @@ def _other_weights(path: str) -> Unsupported:
     return Unsupported(ReasonCode.WEIGHT_FORM, name)
 
 
-class _Held(NamedTuple):
+class _Weights(NamedTuple):
     """The weights of a region in one call."""
 
     held: Sequence[torch.Tensor | None]
@@ -272,7 +272,7 @@ class TensorGuard:
         self._weights = weights
         self._places = weights.places
         self._slots = [slot for _, slot in tensor_slots(network)] if self._places is RESIDENT else []
-        self._consists = any(type(group[name]) not in TENSOR_TYPES for group, name in self._slots)
+        self._has_inner = any(type(group[name]) not in TENSOR_TYPES for group, name in self._slots)
         tensors, owners = self._current()
         self.is_usable = all(type(t) in TENSOR_TYPES and t.device == device for t in tensors)
         self._known = _Tensors(tensors, owners) if self.is_usable else _Tensors([])
@@ -284,7 +284,7 @@ class TensorGuard:
 
     def _current(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         held = list(starmap(dict.get, self._slots))
-        if not self._consists:
+        if not self._has_inner:
             return held, held
         try:
             return plain_and_owners(held, self._host.inner_tensors)

@@ -7,7 +7,6 @@ free memory would become a limit on every later call.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from ..identity.memory_format import CHANNELS_LAST
+from .by_name import can_find, function_named
 
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
 _SCHEMA = (
@@ -61,7 +61,7 @@ def opaque_attention(
     """
     name = f"{function.__module__}:{function.__qualname__}"
     known = {"_inside_attn_wrapper", "transformer_options"}
-    if not _can_resolve(name) or any(value is not None for key, value in options.items() if key not in known):
+    if not can_find(name) or any(value is not None for key, value in options.items() if key not in known):
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
     register_operator()
     if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
@@ -89,27 +89,14 @@ def opaque_map_attention(function: Callable) -> Callable:
     `AttnBlock.optimized_attention`). Returns `function` itself if it cannot be found again by its name.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    if not _can_resolve(name):
+    if not can_find(name):
         return function
     register_operator()
     return lambda q, k, v: torch.ops.compiled_graphs.map_attention(name, q, k, v)
 
 
-@lru_cache(maxsize=64)
-def _resolve(name: str) -> Callable:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _can_resolve(name: str) -> bool:
-    try:
-        return callable(_resolve(name))
-    except (ImportError, AttributeError):
-        return False
-
-
 def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
-    output = _resolve(function)(
+    output = function_named(function)(
         q, k, v, heads, mask=mask, attn_precision=precision,
         skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
     )  # fmt: skip
@@ -117,7 +104,7 @@ def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_re
 
 
 def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    output = _resolve(function)(*(_dense(t) for t in (q, k, v))).to(q.dtype)
+    output = function_named(function)(*(_dense(t) for t in (q, k, v))).to(q.dtype)
     return output if output.stride() == q.stride() else torch.empty_like(q).copy_(output)
 
 

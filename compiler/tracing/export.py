@@ -27,6 +27,7 @@ from ..common.torch_compat import (
     ShapeEnv,
     TensorArgument,
     guard_expressions,
+    met_real_tensor,
     pytree,
     size_expression,
     version,
@@ -42,8 +43,6 @@ from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 
-_USES_TABLE = "convert all Tensors to FakeTensors"
-"""What torch says if code reads a tensor that is neither a weight nor an input."""
 MAX_ELEMENTS = 2**31 - 1
 """Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
 
@@ -120,7 +119,7 @@ def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
     except Unsupported:
         raise
     except Exception as error:  # for instance code that takes a view that only the layout of torch's own result allows
-        if _USES_TABLE in str(error):
+        if met_real_tensor(error):
             raise Unsupported(ReasonCode.STRAY_TENSOR, "a table that its code reads") from error
         log.info("%s is traced with torch's own functions: %s", request.region, one_line(error))
         return _exported(request, host, lambda has_maps: nullcontext())

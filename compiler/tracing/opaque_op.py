@@ -5,15 +5,15 @@ Libraries choose a kernel for the GPU inside such a function, and hand the kerne
 
 from __future__ import annotations
 
-import importlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-_SCHEMA = "(str function, str arguments, Tensor[] tensors, SymInt[] shape, ScalarType dtype) -> Tensor"
+from .by_name import decode, encode, function_named
+
+_SCHEMA = "(str function, str[] names, str constants, Tensor[] tensors, SymInt[] shape, ScalarType dtype) -> Tensor"
 
 
 @lru_cache(maxsize=1)
@@ -38,38 +38,31 @@ def call_by_name(
 ) -> torch.Tensor:
     """Call `module:name` with these keyword arguments while a region is traced.
 
-    `constants` are plain values and dtypes. The function returns one new tensor of this shape and dtype.
+    `constants` are plain values and dtypes. The function returns one new tensor of this shape and dtype. The first
+    tensor says on which device.
     """
     register_operator()
-    values = {n: {"dtype": str(v)} if isinstance(v, torch.dtype) else v for n, v in constants.items()}
-    arguments = json.dumps({"tensors": [*tensors], "constants": values})
-    return torch.ops.compiled_graphs.call_by_name(function, arguments, [*tensors.values()], [*shape], dtype)
-
-
-@lru_cache(maxsize=1024)
-def _decoded(arguments: str) -> tuple[list[str], dict[str, Any]]:
-    decoded = json.loads(arguments)
-    values = decoded["constants"].items()
-    constants = {n: getattr(torch, v["dtype"].removeprefix("torch.")) if type(v) is dict else v for n, v in values}
-    return decoded["tensors"], constants
-
-
-@lru_cache(maxsize=64)
-def _resolved(name: str) -> Callable:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return torch.ops.compiled_graphs.call_by_name(
+        function, [*tensors], encode(constants), [*tensors.values()], [*shape], dtype
+    )
 
 
 def _run(
-    function: str, arguments: str, tensors: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    function: str,
+    names: Sequence[str],
+    constants: str,
+    tensors: Sequence[torch.Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    names, constants = _decoded(arguments)
-    return _resolved(function)(**dict(zip(names, tensors, strict=True)), **constants).to(dtype).contiguous()
+    arguments = dict(zip(names, tensors, strict=True))
+    return function_named(function)(**arguments, **decode(constants)).to(dtype).contiguous()
 
 
 def _fake(
     function: str,
-    arguments: str,
+    names: Sequence[str],
+    constants: str,
     tensors: Sequence[torch.Tensor],
     shape: Sequence[int | torch.SymInt],
     dtype: torch.dtype,

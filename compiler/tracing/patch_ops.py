@@ -7,7 +7,6 @@ the operator runs the patch function of that call.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from ..common.host import PatchCall
 from ..common.reason import ReasonCode, ReasonedError, Unsupported
 from ..identity.context_options import Unknown
+from .by_name import decode, encode
 
 _REPLACEMENT = "(str hook, str constants, Tensor q, Tensor k, Tensor v) -> Tensor"
 _OUTPUT = "(str hook, str constants, Tensor x) -> Tensor"
@@ -73,7 +73,7 @@ def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
     expected = tensors[0]
     if state["error"] is None:
         try:
-            result = state["call"](hook, _decode(constants), *tensors)
+            result = state["call"](hook, decode(constants), *tensors)
             if (result.shape, result.dtype) == (expected.shape, expected.dtype):
                 # An operator must return a new tensor, but a patch may return one that it was given.
                 inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -108,10 +108,4 @@ def _encode(constants: Mapping[str, Any]) -> str:
     for name, value in constants.items():
         if not isinstance(value, int | float | str | None | torch.dtype) or isinstance(value, torch.SymInt):
             raise Unsupported(ReasonCode.PATCH_ARGUMENT, name)
-    return json.dumps({n: {"dtype": str(v)} if isinstance(v, torch.dtype) else v for n, v in constants.items()})
-
-
-@lru_cache(maxsize=1024)
-def _decode(constants: str) -> dict[str, Any]:
-    values = json.loads(constants)
-    return {n: getattr(torch, v["dtype"].removeprefix("torch.")) if type(v) is dict else v for n, v in values.items()}
+    return encode(constants)

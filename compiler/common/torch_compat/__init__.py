@@ -167,6 +167,11 @@ def fake_mode(tensor: torch.Tensor) -> Any:
     return tensor.fake_mode
 
 
+def met_real_tensor(error: BaseException) -> bool:
+    """Whether code that ran with fake tensors failed because it met another one (`FakeTensorMode.validate`)."""
+    return isinstance(error, AssertionError) and "convert all Tensors to FakeTensors" in str(error)
+
+
 def size_expression(size: torch.SymInt) -> Any:
     """Return a symbolic size as sympy has it."""
     return size.node.expr

@@ -38,10 +38,10 @@ def take_ours_out(patcher: Any) -> None:
 
 
 class LeaveOtherModels:
-    """Keeps our wrappers out of a clone that has a model of its own: for another GPU, say. They run one network only.
+    """Takes our wrappers out of a clone that has a model of its own, for instance on another GPU.
 
-    ComfyUI copies a patcher's object patches to such a clone (`ModelPatcher.deepclone_multigpu`, `clone` with a
-    model, which samplers of several GPUs call before each sampling).
+    A wrapper runs one network. ComfyUI copies it to such a clone with all other object patches
+    (`ModelPatcher.deepclone_multigpu`, and `match_multigpu_clones` before each sampling).
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -55,7 +55,7 @@ class LeaveOtherModels:
         take_ours_out(clone)
         if not self._has_told:
             self._has_told = True
-            self._tell("A copy of the model, for another device say, runs uncompiled.")
+            self._tell("The copy of this model on another device runs uncompiled.")
 
 
 def _own_containers(options: Any) -> Any:

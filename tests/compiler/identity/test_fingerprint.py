@@ -151,6 +151,36 @@ def test_edit_of_anything_else_keeps_fingerprint(load, edit):
     assert of(load(edit).Block()) == of(load().Block())
 
 
+def reading_a_table(load, table):
+    module = load(("return x * SCALE", "return x * SCALE * TABLE[0]"))
+    module.TABLE = table
+    return module.Block()
+
+
+def test_a_small_table_that_code_reads_is_described_by_its_content(load):
+    levels = torch.tensor([1.0, 2.0])
+    described = of(reading_a_table(load, levels))
+    assert of(reading_a_table(load, levels.clone())) == described
+    assert of(reading_a_table(load, levels * 2)) != described
+    assert of(reading_a_table(load, levels.to(torch.bfloat16))) != described
+
+
+def test_a_change_within_a_table_is_seen(load):
+    levels = torch.tensor([1.0, 2.0])
+    describer, block = Describer(Host()), reading_a_table(load, levels)
+    assert describer.describe(block).obscure is None
+    assert describer.watch.holds()
+    levels[1] = 3.0
+    assert not describer.watch.holds()
+
+
+@pytest.mark.parametrize(
+    "table", [torch.zeros(1000), torch.zeros(2, requires_grad=True), torch.zeros(2, device="meta")]
+)
+def test_any_other_tensor_that_code_reads_makes_it_obscure(load, table):
+    assert "a tensor outside parameters" in str(Describer(Host()).describe(reading_a_table(load, table)).obscure)
+
+
 class Options(dict):
     """Parsed options in the form that some ComfyUI builds use."""
 

@@ -56,6 +56,19 @@ def test_weights_are_inputs_and_nothing_is_a_constant():
     assert not exported.program.state_dict
 
 
+LEVELS = torch.tensor([1.0, 2.0])
+
+
+class Leveled(TransformerBlock):
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) * LEVELS[1]
+
+
+def test_a_block_that_computes_with_a_table_says_so():
+    with pytest.raises(Unsupported, match="a table that its code reads"):
+        export(Stack(Leveled))
+
+
 def test_weights_are_described_as_they_lie():
     network = ConvolutionNetwork().to(memory_format=torch.channels_last)
     described = {weight.name: weight for weight in export(network).spec.weights}

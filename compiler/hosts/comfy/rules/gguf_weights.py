@@ -51,7 +51,7 @@ class TracedBytes:
     def to(self, *args: Any, **kwargs: Any) -> TracedBytes:
         """Return the same: a region is traced on the device that it runs on. Bytes have no other dtype."""
         if kwargs.keys() - {"device", "non_blocking"} or any(isinstance(value, torch.dtype) for value in args):
-            raise Unsupported(ReasonCode.WEIGHT_FUNCTION_UNKNOWN, "to")
+            raise Unsupported(ReasonCode.WEIGHT_OPERATION, "to")
         return self
 
 

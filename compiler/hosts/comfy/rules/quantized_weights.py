@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import ReasonCode, Unsupported
 from ....common.torch_compat import DisableTorchFunctionSubclass
+from ....tracing.by_name import can_find
 from ....tracing.opaque_op import call_by_name
 from .. import comfy_compat
 from . import kitchen_ops
@@ -108,10 +109,10 @@ def quantized_type() -> type | None:
 
 
 def hide_from_fused_inputs(weightless: nn.Module) -> None:
-    """Have int8 layers of a weightless copy called as layers, with what their input passes through before.
+    """Have `comfy.ops.linear_input_act` call the int8 layers of a weightless copy.
 
-    `comfy.ops.linear_input_act` reads such a layer's weight and calls a kernel that applies the activation as well
-    (Wan, LTX). No operator stands for that kernel. For a weight of any other kind it calls the layer.
+    For such a weight it hands addresses to a kernel that applies the activation as well (Wan, LTX), and fake tensors
+    have none. For a weight of any other kind it applies the activation and calls the layer.
     """
     quantized = quantized_type()
     for layer in weightless.modules() if quantized is not None else ():
@@ -123,7 +124,7 @@ def hide_from_fused_inputs(weightless: nn.Module) -> None:
 @lru_cache(maxsize=16)
 def _with_hidden_weight(cls: type) -> type:
     class Hidden(cls):
-        """Its weight is there for its own code only."""
+        """A layer whose weight only its own code can see."""
 
         @property
         def weight(self) -> Any:
@@ -167,14 +168,14 @@ class QuantizedFunctions(TorchFunctionMode):
         if function is F.linear and (made := _opaque_linear(*args, **kwargs)) is not None:
             return made
         if operator is None:
-            raise Unsupported(ReasonCode.WEIGHT_FUNCTION_UNKNOWN, getattr(function, "__name__", str(function)))
+            raise Unsupported(ReasonCode.WEIGHT_OPERATION, getattr(function, "__name__", str(function)))
         return self._quantized.__torch_dispatch__(operator, types, *_by_place(function, args, kwargs))
 
 
 def _opaque_linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:  # noqa: A002
     """Return the layer's result as one operator, for a layout that needs it; None for any other."""
     function, arguments = OPAQUE_LINEARS.get(getattr(weight, "_layout_cls", None), (None, {}))
-    if function is None or weight._params.transposed or isinstance(input, type(weight)):
+    if function is None or not can_find(function) or weight._params.transposed or isinstance(input, type(weight)):
         return None
     parameters = {DATA: weight._qdata} | _fields(weight)
     given = {"x": input, "bias": bias} | {name: parameters[of] for name, of in arguments.items()}

@@ -96,9 +96,9 @@ def random(*shape: int, seed: int = 3, scale: float = 1.0) -> torch.Tensor:
 def linear_weights(model: Any) -> dict[str, torch.Tensor]:
     """Some matrices inside of regions, by their key without the ending."""
     paths = [f"diffusion_model.{region.path}." for region in find_regions(model.model.diffusion_model)]
-    state = model.model_state_dict()
-    keys = [k for k in state if k.endswith("weight") and state[k].ndim == 2 and any(k.startswith(p) for p in paths)]
-    return {key.removesuffix(".weight"): state[key] for key in keys[:12]}
+    weights = dict(model.model.named_parameters())  # a file's form of a quantised weight may be packed
+    found = [k for k, w in weights.items() if k.endswith("weight") and len(w.shape) == 2 and k.startswith(tuple(paths))]
+    return {key.removesuffix(".weight"): weights[key] for key in found[:12]}
 
 
 def low_rank(shape: torch.Size, seed: int) -> dict[str, torch.Tensor]:

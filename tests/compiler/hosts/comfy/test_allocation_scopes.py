@@ -33,11 +33,10 @@ class Network(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.options = [options]
-        self.scopes = []
         self.fails = False
 
     def forward(self, x):
-        self.scopes.append(not self.options[0].disable_comfy_compiler)
+        self.options[0].scopes.append(not self.options[0].disable_comfy_compiler)
         if self.fails:
             raise torch.cuda.OutOfMemoryError
         for block in self.blocks:
@@ -47,7 +46,7 @@ class Network(nn.Module):
 
 @pytest.fixture
 def options(monkeypatch):
-    made = SimpleNamespace(disable_comfy_compiler=False)
+    made = SimpleNamespace(disable_comfy_compiler=False, scopes=[])
     find = comfy_compat.find
     monkeypatch.setattr(comfy_compat, "find", lambda name: made if name == "comfy.cli_args.args" else find(name))
     return made
@@ -67,7 +66,19 @@ def network(options):
 def test_no_scope_opens_in_a_call(network, options):
     with torch.no_grad():
         network(torch.zeros(2, 8))
-    assert network.scopes == [False]
+    assert options.scopes == [False]
+    assert options.disable_comfy_compiler is False
+
+
+def test_no_scope_opens_in_a_call_ahead(network, options):
+    disabled = []  # what the network itself notes is put back after a call ahead
+
+    def call(weightless, sizes):
+        disabled.append(options.disable_comfy_compiler)
+        return weightless(torch.zeros(sizes.batch, 8))
+
+    network.forward.compiled.prepare(call)
+    assert disabled == [True, True]
     assert options.disable_comfy_compiler is False
 
 

@@ -44,6 +44,14 @@ def assert_images(sample, ours, model):
         assert (image - expected).norm() <= BOUND * expected.norm()
 
 
+def assert_compiled(sample, ours, model):
+    """No block runs eagerly, and nothing is compiled."""
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        assert_images(sample, ours, model)
+    assert totals.eager_calls == before
+
+
 def layers(model):
     return [m for m in model.model.diffusion_model.modules() if isinstance(m, GGMLLinear)]
 
@@ -53,10 +61,7 @@ def test_a_gguf_model_is_compiled_for_every_size(kind, gguf, sample, registry):
     model = gguf(kind)
     ours, text = compiled(model)
     assert " 0 eager" in text
-    before = totals.eager_calls.copy()
-    with totals.expect(compiles=0, retired=0):
-        assert_images(sample, ours, model)
-    assert totals.eager_calls == before
+    assert_compiled(sample, ours, model)
 
 
 def test_a_type_that_is_not_known_is_named(gguf, sample, registry):
@@ -80,10 +85,7 @@ def test_a_lora_that_the_layer_adds_keeps_its_block_eager(gguf, sample, registry
     assert_images(sample, ours, model)
     assert totals.eager_calls - before == {Reason(ReasonCode.WEIGHT_FUNCTION, "a LoRA on Q8_0 of GGUF"): len(SIZES)}
     layer.weight.patches = []
-    before = totals.eager_calls.copy()
-    with totals.expect(compiles=0, retired=0):
-        assert_images(sample, ours, model)
-    assert totals.eager_calls == before
+    assert_compiled(sample, ours, model)
 
 
 def test_weights_that_are_moved_are_read_where_they_are(gguf, sample, registry):

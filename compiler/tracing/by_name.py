@@ -1,0 +1,38 @@
+"""Functions and constants that a graph holds as text: an operator finds them again when it runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=64)
+def function_named(name: str) -> Callable:
+    """Return the function that `module:name` stands for. Raises ImportError or AttributeError."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def can_find(name: str) -> bool:
+    """Whether there is a function of this name."""
+    try:
+        return callable(function_named(name))
+    except (ImportError, AttributeError):
+        return False
+
+
+def encode(constants: Mapping[str, Any]) -> str:
+    """Return plain values and dtypes as text."""
+    return json.dumps({n: {"dtype": str(v)} if isinstance(v, torch.dtype) else v for n, v in constants.items()})
+
+
+@lru_cache(maxsize=1024)
+def decode(constants: str) -> dict[str, Any]:
+    """Return what `encode` was given. Callers must not change it."""
+    values = json.loads(constants)
+    return {n: getattr(torch, v["dtype"].removeprefix("torch.")) if type(v) is dict else v for n, v in values.items()}
