@@ -31,6 +31,7 @@ In that example, an image of 1024x1024 has seven times as many rows, and texts h
 OLDEST_CAPABILITY = (8, 9)
 
 _aten = torch.ops.aten
+_CASTS = (_aten.to.dtype, _aten.to.device, _aten.detach.default)
 
 
 class Float8Executable:
@@ -84,9 +85,18 @@ def _is_worth_it(node: fx.Node) -> bool:
     x, weight = node.args[0].meta["val"], node.args[1].meta["val"]
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != weight.dtype or x.ndim < 3:
         return False
+    if not _is_input(node.args[1]):
+        return False
     if weight.shape[0] % 16 or weight.shape[1] % 16 or weight.numel() < FEWEST_WEIGHTS:
         return False
     return math.prod(_hint(size) for size in x.shape[:-1]) >= FEWEST_ROWS
+
+
+def _is_input(weight: fx.Node) -> bool:
+    """Whether a weight is one of the graph's, cast at most. One that the graph dequantises was rounded before."""
+    while weight.target in _CASTS:
+        weight = weight.args[0]
+    return weight.op == "placeholder"
 
 
 def _hint(size: int | torch.SymInt) -> int:

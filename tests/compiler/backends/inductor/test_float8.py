@@ -112,6 +112,26 @@ def test_few_rows_and_other_dtypes_are_left_alone(rows, dtype):
     assert not products(module)
 
 
+class Dequantised(nn.Module):
+    """A linear layer whose weight is bytes with a scale, as in a GGUF file."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values, self.scale = nn.Parameter(values, requires_grad=False), nn.Parameter(torch.ones(WIDTH, 1))
+
+    def forward(self, x):
+        weight = self.values.to(x.dtype)
+        return nn.functional.linear(x, weight * self.scale.to(x.dtype) if self.values.dtype == torch.int8 else weight)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.int8, 0), (torch.float8_e4m3fn, 1)])
+def test_weights_that_the_graph_dequantises_are_not_rounded_again(dtype, count):
+    values = torch.randint(-8, 8, (WIDTH, WIDTH)).to(dtype)
+    x = torch.randn(2, FEWEST_ROWS // 2, WIDTH, dtype=torch.bfloat16)
+    program = torch.export.export(Dequantised(values), (x,), strict=False)
+    assert quantize_linears(program.graph_module) == count
+
+
 class Rounding(EagerBackend):
     """The graph of the float8 backend, run operator by operator."""
 
