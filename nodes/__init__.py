@@ -1,10 +1,11 @@
 """The nodes that people connect, one module per family. What they do is in `compiler.hosts`.
 
-Importing this registers the folder of graph files, the routes and the handler of prompts, and does no more.
+Importing this registers the folder of graph files, the routes, and handlers for prompts and the server's start. It does
+no more.
 """
 
 from ..compiler.hosts.comfy import graph_folder
-from ..web_server import doctor_route, queued_prompt, routes
+from ..web_server import doctor_route, queued_prompt, routes, server_start
 from . import onediff
 from .compile_model import CompileModel
 from .compile_report import CompileReport
@@ -26,3 +27,4 @@ NODE_DISPLAY_NAME_MAPPINGS = {node.ID: node.TITLE for node in _ALL}
 doctor_route.register()
 if _IS_FIRST_COPY:
     queued_prompt.register(NODE_CLASS_MAPPINGS.keys(), {node.ID for node in _WITH_BACKEND})
+    server_start.register()

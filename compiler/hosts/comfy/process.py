@@ -57,6 +57,13 @@ def warm_up(backend: str = "auto") -> None:
         threading.Thread(target=_warm_up, args=(backend,), name=f"warm up {backend}", daemon=True).start()
 
 
+def warm_up_if_used() -> None:
+    """Begin the default backend's warm-up if something was ever compiled here. Reads the store, so not on a loop."""
+    store = registry().cache.store
+    if store is not None and store.keys():
+        warm_up()
+
+
 def _warm_up(backend: str) -> None:
     device = comfy_compat.torch_device()
     chosen, _ = choose_backend(backend, device)

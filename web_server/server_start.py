@@ -1,0 +1,30 @@
+"""What is done when ComfyUI's server starts to answer.
+
+Somebody who has compiled here before will load those graphs again. The imports that a first graph needs take seconds,
+which pass while the browser opens the workflow. Where nothing was ever compiled, nothing is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .prompt_server import prompt_server
+
+
+def register() -> None:
+    """Have ComfyUI's server begin the warm-up when it starts, if there is a server that says so."""
+    starts = getattr(getattr(prompt_server(), "app", None), "on_startup", None)
+    if starts is None or getattr(starts, "frozen", True):  # a prompt begins the warm-up at the latest
+        return
+    starts.append(_on_startup)
+
+
+async def _on_startup(app: Any) -> None:
+    threading.Thread(target=_warm_up, name="warm up after the start", daemon=True).start()
+
+
+def _warm_up() -> None:
+    from ..compiler.hosts.comfy.process import warm_up_if_used
+
+    warm_up_if_used()
