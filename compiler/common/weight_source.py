@@ -42,6 +42,14 @@ class NetworkWeights(Protocol):
         """See, before a sampling, where the host keeps the weights now."""
         ...
 
+    def begin_sampling(self) -> None:
+        """Say that calls of one sampling follow: memory that weights pass through may be kept between them."""
+        ...
+
+    def end_sampling(self) -> None:
+        """Give such memory back."""
+        ...
+
     def running(self, size: int) -> AbstractContextManager[None]:
         """Enter around each call of the network. `size` is the number of values in its inputs."""
         ...
@@ -85,6 +93,12 @@ class ResidentWeights:
 
     def follow(self) -> None:
         """Do nothing: guards compare the modules' tensors at each call."""
+
+    def begin_sampling(self) -> None:
+        """Do nothing."""
+
+    def end_sampling(self) -> None:
+        """Do nothing."""
 
     def running(self, size: int) -> AbstractContextManager[None]:
         """Enter around each call of the network."""

@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ MODULE_NAMES = {
     "comfy.patcher_extension.CallbacksMP": "no CUDA graphs, no DeepCache; each call is looked at",
     "comfy.utils.ProgressBar": "no progress bar",
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
+    f"{MEMORY}.interpret_gathered_like": "weights that find no room in their pages pass through ComfyUI's buffers",
+    "comfy.pinned_memory.get_pin": "weights that find no room in their pages pass through ComfyUI's buffers",
     "comfy.quant_ops.QuantizedTensor": "quantised weights keep their regions eager",
     "comfy_kitchen.registry.registry": "float8 rounding is not fused with what is around it",
     DTYPE_CODES: "float8 rounding is not fused with what is around it",
@@ -247,6 +250,23 @@ def can_bring_ahead() -> bool:
     Not while a network brings its blocks' weights itself: it would fault a block a second time, and unpin it once.
     """
     return bool(find(f"{MANAGEMENT}.stream_counters")) and not find(PREFETCH_QUEUES)
+
+
+def pinned_bytes(layer: nn.Module, subsets: Iterable[str]) -> torch.Tensor | None:
+    """Return the bytes of a layer's weights in pinned memory, or None if they are not there."""
+    get = find("comfy.pinned_memory.get_pin")
+    if (
+        get is None
+        or "subset" not in inspect.signature(get).parameters
+        or not find(f"{MEMORY}.interpret_gathered_like")
+    ):
+        return None
+    return next((pin for subset in subsets if (pin := get(layer, subset=subset)) is not None), None)
+
+
+@lru_cache(maxsize=4)
+def _has_parameter(function: Callable, name: str) -> bool:
+    return name in inspect.signature(function).parameters
 
 
 def announces_samplings(patcher: Any = None) -> bool:

@@ -233,6 +233,8 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
 
 def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
     """Have the network looked at once a sampling, and not at each call."""
+    weights = built.compiled.weights
+    _call_around_samplings(target, weights.begin_sampling, weights.end_sampling)
     for each in built.wrappers:
         each.sampling = sampling = Announced()
         _call_around_samplings(target, sampling.begin, sampling.end)

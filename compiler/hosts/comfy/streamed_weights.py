@@ -7,8 +7,8 @@ signature that changes when the page was emptied in between. The addresses never
 - while a network runs, one fault holds all of its pages, if they are there, and one comparison tells whether they are
   filled;
 - a region's graph takes the weights from there. CUDA graphs that have their addresses stay valid for good;
-- if some are not, each region has its layers cast by ComfyUI's own functions, and the next region's weights come
-  over another stream while a region runs.
+- if some are not, each region's weights come before its call, and the next region's while it runs: through a ring
+  (`staging_ring`) where they find no room in their pages, and else by ComfyUI's own functions.
 
 Layers without a place, of the low-VRAM modes, are cast by ComfyUI's function as well, one region at a time.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -31,16 +31,21 @@ from ...common.tensor_slots import Slot, owned_tensor_slots
 from ...common.weight_source import RESIDENT
 from ...identity.memory_format import has_layouts, stride_in
 from . import comfy_compat
+from .staging_ring import Staging, StagingRing
+from .vbar_places import (
+    ARRIVED,
+    FUNCTIONS,
+    LORA_FUNCTIONS,
+    PLACE,
+    SIGNATURE,
+    Place,
+    fault,
+    is_resident,
+    is_same,
+    span_of,
+    unpin,
+)
 
-PLACE, SIGNATURE = "_v", "_v_signature"
-"""Attributes of a layer: its place in a VBAR, and the signature under which that was filled."""
-ARRIVED = {"weight": "_v_weight", "bias": "_v_bias"}
-"""Attributes of a layer that has arrived, for each of its tensors that is streamed."""
-FUNCTIONS = ("weight_function", "bias_function")
-LORA_FUNCTIONS = ("weight_lowvram_function", "bias_lowvram_function")
-
-PAGE_BYTES, _IN_MEMORY = 32 * 2**20, 1
-"""A VBAR's pages, and the flag of one that is in the GPU's memory (`ModelVBAR.get_residency`)."""
 SMALL_BYTES = 16 * 2**10
 """Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
 FILL_BYTES = 256 * 2**20
@@ -72,7 +77,7 @@ class StreamedWeights:
         self._layers: list[weakref.ref[nn.Module]] = []
         self._attributes: list[dict[str, Any]] = []
         """Of these layers, which have a place in the VBAR."""
-        self._span: tuple[Any, int, int] | None = None
+        self._span: Place | None = None
         """The range of the VBAR in which they all lie."""
         self._signature: Any = None
         """Of that range, when all of them had arrived."""
@@ -88,6 +93,7 @@ class StreamedWeights:
         """The same of the call before: what is missing are the pages of layers that nobody has called."""
         self._running = 0
         self._lock = threading.RLock()
+        self.ring = StagingRing(device)
         self.ahead = Ahead()
 
     def of(self, region: nn.Module) -> StreamedSource:
@@ -104,15 +110,24 @@ class StreamedWeights:
         layers = [layer for layer in network.modules() if PLACE in vars(layer)]
         before, self._attributes = self._attributes, [vars(layer) for layer in layers]
         places = [attributes[PLACE] for attributes in self._attributes]
-        if list(map(id, before)) != list(map(id, self._attributes)) or _span_of(places) != self._span:
+        if list(map(id, before)) != list(map(id, self._attributes)) or span_of(places) != self._span:
             self._layers = [weakref.ref(layer) for layer in layers]
-            self._span = _span_of(places)
+            self._span = span_of(places)
             self._signature = None
         self.can_stream = comfy_compat.can_stream()
         if layers:
             self._kept.follow(network, self.device)
         for source in list(self._sources):
             source.follow()
+        self.ring.reserve(max((source.size for source in self._sources), default=0))
+
+    def begin_sampling(self) -> None:
+        """Keep memory that weights pass through until `end_sampling`."""
+        self.ring.open()
+
+    def end_sampling(self) -> None:
+        """Give that memory back."""
+        self.ring.close()
 
     @property
     def is_held(self) -> bool:
@@ -131,15 +146,18 @@ class StreamedWeights:
         """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
         is_held = self._span is not None and self.can_stream and self._hold(size)
         self._has_room = None
+        if not is_held:
+            self.ahead.begin_first()
         try:
             yield
         finally:
             self.ahead.drop()
+            self.ring.end_call()
             self._fits = self._has_room is True
             if is_held:
                 with self._lock:
                     self._running -= 1
-                _unpin(self._span)
+                unpin(self._span)
 
     def give_way(self, size: int) -> bool:
         """After a call has run out of memory, do not hold all weights for calls of this size again."""
@@ -152,14 +170,14 @@ class StreamedWeights:
         if self._crowded is not None and size >= self._crowded:
             return False
         # A fault that wants more pages than fit gives up those that are there. So regions ask for theirs first.
-        if not self._fits and not _is_resident(self._span):
+        if not self._fits and not is_resident(self._span):
             return False
-        signature = _fault(self._span)
+        signature = fault(self._span)
         if signature is None:
             return False
         try:
             with self._lock:
-                has_changed = not _is_same(signature, self._signature) or self._has_dirty()
+                has_changed = not is_same(signature, self._signature) or self._has_dirty()
                 if has_changed:
                     self._signature = None
                     self.fill(self._stale())
@@ -170,11 +188,11 @@ class StreamedWeights:
                     self._note_addresses()
                 self._running += 1
         except torch.cuda.OutOfMemoryError:
-            _unpin(self._span)
+            unpin(self._span)
             self.give_way(size)
             return False
         except BaseException:
-            _unpin(self._span)
+            unpin(self._span)
             raise
         return True
 
@@ -221,6 +239,7 @@ class StreamedSource:
         self._layers: list[weakref.ref[nn.Module]] = []
         self._reads: list[tuple[dict[str, Any], str] | None] = []
         """For each of the region's tensors the place where it arrives, or None if the module holds it."""
+        self._staging: Staging | None = None
         self._cast: Cast | None = None
         self.follow()
 
@@ -244,34 +263,48 @@ class StreamedSource:
             return [t if read is None else read[0][read[1]] for t, read in zip(tensors, self._reads, strict=True)]
         return self._streamed(tensors)
 
+    @property
+    def size(self) -> int:
+        """The bytes of the region's streamed weights."""
+        return sum(attributes[PLACE][2] for attributes in self._attributes)
+
     def release(self) -> None:
-        """Let the region's pages go, and begin with the next region's weights."""
-        done, self._cast = self._cast, None
-        if done is not None:
-            done.end()
+        """Let the region's weights go, and begin with those of the next region."""
+        if self._staging is not None:
+            self.end_bringing()
             self._weights.ahead.begin_after(self)
 
-    def begin_cast(self) -> None:
-        """Begin to bring the weights."""
-        if self._cast is None:
+    def begin_staging(self) -> None:
+        """Begin to bring the weights that have no room in their pages."""
+        if self._staging is None:
             layers = [layer for reference in self._layers if (layer := reference()) is not None]
-            self._cast = Cast(layers, self._weights.device)
+            self._staging = self._weights.ring.stage(layers, self._weights.host)
 
-    def end_cast(self) -> None:
-        """Let go of weights that were brought and not used."""
-        done, self._cast = self._cast, None
-        if done is not None:
-            done.end()
+    def begin_bringing(self) -> None:
+        """Begin to bring all weights."""
+        self.begin_staging()
+        if self._cast is None:
+            self._cast = Cast(self._staging.left, self._weights.device)
+
+    def end_bringing(self) -> None:
+        """Let go of the weights, used or not."""
+        staging, cast, self._staging, self._cast = self._staging, self._cast, None, None
+        if staging is not None:
+            staging.end()
+        if cast is not None:
+            cast.end()
 
     def _streamed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self._weights.can_stream:
             raise Unsupported(ReasonCode.WEIGHT_DEVICE, f"their way to {self._weights.device}, layer by layer")
         self._weights.ahead.note(self)
         if self._cast is not None and self._cast.is_overwritten():
-            self.end_cast()
-        self.begin_cast()
-        self._weights.note_room(all(vars(layer)["_prefetch"]["signature"] is not None for layer in self._cast.layers))
-        found: dict[int, dict[str, torch.Tensor]] = {}
+            self._cast.end()
+            self._cast = None
+        self.begin_bringing()
+        self._weights.note_room(not self._staging.weights and self._cast.has_room)
+        found = dict(self._staging.weights)
+        self._staging.wait()
         comfy_compat.wait_for_stream(self._weights.device, self._cast.stream)
         for layer in self._cast.layers:
             weight, bias = resolve(layer, self._weights.host, self._weights.device)
@@ -306,13 +339,19 @@ class Cast:
         self._own = [layer for layer in layers if "_prefetch" not in vars(layer)]
         self._device = device
         self._is_done = False
+        self.stream = None
         try:
-            self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
+            if self._own:
+                self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
         except BaseException:
-            self.stream = None
             self.end()
             raise
         self._turn = self._turn_of_streams()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all weights found room in their pages."""
+        return all(vars(layer)["_prefetch"]["signature"] is not None for layer in self.layers)
 
     def is_overwritten(self) -> bool:
         """Whether another layer has been cast since, which may have taken the same buffer."""
@@ -346,17 +385,30 @@ class Ahead:
 
     def __init__(self) -> None:
         self._next: dict[int, weakref.ref[StreamedSource]] = {}
+        self._first: weakref.ref[StreamedSource] | None = None
         self._last: StreamedSource | None = None
         self._begun: StreamedSource | None = None
 
     def note(self, source: StreamedSource) -> None:
         """A region asks for its weights."""
-        if self._last is not None:
+        if self._last is None:
+            self._first = weakref.ref(source)
+        else:
             self._next[id(self._last)] = weakref.ref(source)
         self._last = source
         if self._begun is not None and self._begun is not source:
-            self._begun.end_cast()
+            self._begun.end_bringing()
         self._begun = None
+
+    def begin_first(self) -> None:
+        """A call begins: bring what the first region needs while the layers before it run.
+
+        Only through the ring. ComfyUI's own buffers serve the layers before it.
+        """
+        first = self._first() if self._first is not None else None
+        if first is not None and comfy_compat.can_bring_ahead():
+            first.begin_staging()
+            self._begun = first
 
     def begin_after(self, source: StreamedSource) -> None:
         """A region's graph has been launched: bring what the next one needs, if there is another stream for it."""
@@ -365,14 +417,14 @@ class Ahead:
         if following is None or following is source or not comfy_compat.can_bring_ahead():
             return
         with suppress(torch.cuda.OutOfMemoryError):  # the region itself may have more room
-            following.begin_cast()
             self._begun = following
+            following.begin_bringing()
 
     def drop(self) -> None:
         """The call of the network is over."""
         begun, self._begun, self._last = self._begun, None, None
         if begun is not None:
-            begun.end_cast()
+            begun.end_bringing()
 
 
 class KeptTensors:
@@ -451,7 +503,7 @@ class ChannelsLastInPlace:
                 continue
             if has_arrived(layer, keep=True):
                 attributes[ARRIVED["weight"]] = _lay_out(weight, torch.contiguous_format)
-                _unpin(attributes[PLACE])
+                unpin(attributes[PLACE])
 
     def forget(self) -> None:
         """Pages have been filled: look at all weights again."""
@@ -483,10 +535,10 @@ def _lay_out(weight: torch.Tensor, memory_format: torch.memory_format) -> torch.
 def has_arrived(layer: nn.Module, keep: bool = False) -> bool:
     """Whether a layer's weights are in its pages. With `keep`, these are then left pinned."""
     attributes = vars(layer)
-    signature = _fault(attributes[PLACE])
-    is_there = _is_same(signature, attributes.get(SIGNATURE))
+    signature = fault(attributes[PLACE])
+    is_there = is_same(signature, attributes.get(SIGNATURE))
     if signature is not None and not (keep and is_there):
-        _unpin(attributes[PLACE])
+        unpin(attributes[PLACE])
     return is_there
 
 
@@ -540,15 +592,6 @@ def dtype_of(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
     return dtype if not is_loaded and sum(t.nbytes for t in own) > SMALL_BYTES else tensor.dtype
 
 
-def _span_of(places: Iterable[tuple[Any, int, int]]) -> tuple[Any, int, int] | None:
-    """Return the range of a VBAR that holds all of these places; None if there is none, or if they are of several."""
-    places = list(places)
-    if not places or len({id(vbar) for vbar, _, _ in places}) > 1 or any(len(place) != 3 for place in places):
-        return None
-    first = min(address for _, address, _ in places)
-    return places[0][0], first, max(address + size for _, address, size in places) - first
-
-
 def _in_portions(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     portion, size = [], 0
     for layer in layers:
@@ -559,26 +602,3 @@ def _in_portions(layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
         size += vars(layer)[PLACE][2]
     if portion:
         yield portion
-
-
-def _fault(place: tuple[Any, int, int]) -> Any:
-    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
-
-
-def _is_resident(place: tuple[Any, int, int]) -> bool:
-    """Whether all pages of a range are there, without asking for any."""
-    vbar, address, size = place
-    if not hasattr(vbar, "get_residency"):
-        return False
-    flags, first = vbar.get_residency(), address - vbar.base_addr
-    return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
-
-
-def _unpin(place: tuple[Any, int, int]) -> None:
-    comfy_compat.find(f"{comfy_compat.VBAR}.vbar_unpin")(place)
-
-
-def _is_same(signature: Any, other: Any) -> bool:
-    if signature is None or other is None or len(signature) != len(other):
-        return False
-    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_signature_compare")(signature, other)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_graphs.compiler.hosts.comfy import streamed_weights
+from compiled_graphs.compiler.hosts.comfy import vbar_places
 from torch import nn
 
 PAGE = 64 * 1024
@@ -88,7 +88,7 @@ def vbar(monkeypatch: pytest.MonkeyPatch) -> VBAR:
     import comfy.memory_management
     import comfy_aimdo.torch
 
-    monkeypatch.setattr(streamed_weights, "PAGE_BYTES", PAGE)
+    monkeypatch.setattr(vbar_places, "PAGE_BYTES", PAGE)
     made = VBAR(256 * 2**20)
     monkeypatch.setattr(library, "vbar_fault", lambda place: place[0].fault(place))
     monkeypatch.setattr(library, "vbar_unpin", lambda place: place and place[0].unpin(place))
@@ -138,6 +138,21 @@ def stream(patcher: Any, vbar: VBAR) -> Any:
 
     patcher.__class__ = Dynamic
     return patcher
+
+
+def pin(patcher: Any) -> None:
+    """Keep the weights of layers that have a place in pinned memory, too, as after a first sampling."""
+    from comfy.memory_management import interpret_gathered_like, vram_aligned_size
+
+    for layer in patcher.model.modules():
+        if "_v" not in vars(layer):
+            continue
+        tensors = [layer.weight, layer.bias]
+        pinned = torch.zeros(vram_aligned_size(tensors), dtype=torch.uint8)
+        for target, source in zip(interpret_gathered_like(tensors, pinned), tensors, strict=True):
+            if source is not None:
+                target.copy_(source)
+        layer._pins = {"weights": {"pin": pinned, "registered": True}}
 
 
 def _load_layer(patcher: Any, path: str, layer: nn.Module, vbar: VBAR, dirty: bool) -> None:

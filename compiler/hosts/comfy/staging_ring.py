@@ -1,0 +1,180 @@
+"""A ring of GPU memory for streamed weights that find no room in their pages.
+
+ComfyUI casts such weights into a buffer for each of its two streams. A region needs all of its weights at once, so each
+buffer would hold a whole block, and that memory is taken from weights that could stay. The ring holds one block and as
+much of the next one as is copied while a block runs.
+
+The ring has a stream of its own. A copy waits for the graph that reads what it overwrites, and the CPU waits for
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.host import Host
+from . import comfy_compat, vbar_places
+from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS
+
+AHEAD_BYTES = 256 * 2**20
+"""Room for the next region's weights: about what PCIe copies while a block of a large model runs."""
+PINNED = ("weights", "weights-loaded")
+"""Where ComfyUI keeps the bytes of a layer in pinned memory (`comfy.pinned_memory`)."""
+_ALIGNMENT = 512
+
+
+class StagingRing:
+    """The ring of one network. It takes memory when weights first need it, and only while a sampling runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._head = 0
+        self._lying: list[tuple[int, int, Staging]] = []
+        """Ranges of the ring, and whose weights lie there."""
+        self._is_open = False
+        self._needed = 0
+        """The bytes that a region needed at most in the last call."""
+        self._largest = 0
+        """The same of the running call."""
+
+    def open(self) -> None:
+        """A sampling begins: weights may be staged."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """The sampling is over: give the memory back."""
+        self._is_open = False
+        self._free()
+
+    def end_call(self) -> None:
+        """Fit the ring to what the call needed. The next one allocates it anew if that differs much."""
+        largest, self._largest = self._largest, 0
+        self._needed = largest or self._needed
+        size = self._needed + AHEAD_BYTES
+        is_fit = self._memory is not None and size <= self._memory.numel() <= size + AHEAD_BYTES // 2
+        if not largest or not is_fit:
+            self._free()
+
+    def stage(self, layers: Sequence[nn.Module], host: Host) -> Staging:
+        """Begin to copy the weights of layers that have no room in their pages, and say which layers are left.
+
+        Left are those with room, with LoRAs, in another dtype than the layer's code gets, and not in pinned memory.
+        """
+        staging = Staging(self._device)
+        for layer in layers:
+            pinned = _pinned_bytes(layer, host) if self._is_open else None
+            memory = None if pinned is None or has_room(layer) else self._claim(pinned.nbytes, staging)
+            if memory is None:
+                staging.left.append(layer)
+                continue
+            with self._on_stream():
+                memory.copy_(pinned, non_blocking=True)
+            weight, bias = _as_tensors(layer, memory)
+            staging.weights[id(vars(layer))] = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
+        if staging.weights and self._stream is not None:
+            staging.arrived = self._stream.record_event()
+        self._largest = max(self._largest, staging.size)
+        return staging
+
+    def reserve(self, size: int) -> None:
+        """Say, before the first call, how much a region needs at most."""
+        self._needed = self._needed or size
+
+    def _claim(self, size: int, staging: Staging) -> torch.Tensor | None:
+        """Return the next bytes of the ring, or None if weights that somebody waits for lie there."""
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        memory = self._allocated()
+        if memory is None or size > memory.numel():
+            return None
+        start = self._head if self._head + size <= memory.numel() else 0
+        overwritten = {other for first, end, other in self._lying if first < start + size and start < end}
+        if any(other.is_wanted for other in overwritten):
+            return None
+        for other in overwritten:
+            if other.done is not None:
+                self._stream.wait_event(other.done)
+        self._lying = [each for each in self._lying if each[0] >= start + size or start >= each[1]]
+        self._lying.append((start, start + size, staging))
+        self._head = start + size
+        staging.size += size
+        return memory[start : start + size]
+
+    def _allocated(self) -> torch.Tensor | None:
+        if self._memory is None:
+            try:
+                with torch.inference_mode(False):  # calls in any mode fill it
+                    self._memory = torch.empty(self._needed + AHEAD_BYTES, dtype=torch.uint8, device=self._device)
+            except torch.cuda.OutOfMemoryError:  # ComfyUI's own cast gets by with less for small layers
+                self._is_open = False
+                return None
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._memory
+
+    def _free(self) -> None:
+        if self._memory is not None and self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._memory, self._head, self._lying = None, 0, []
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class Staging:
+    """The weights of one region in the ring. They stay until `end`, and until what was launched by then has run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.weights: dict[int, dict[str, Any]] = {}
+        """For each layer, by the identity of its attributes."""
+        self.left: list[nn.Module] = []
+        """Layers whose weights are not in the ring."""
+        self.size = 0
+        self.is_wanted = True
+        self.arrived: torch.cuda.Event | None = None
+        self.done: torch.cuda.Event | None = None
+        self._device = device
+
+    def wait(self) -> None:
+        """Have what is launched from now on wait for the weights."""
+        if self.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.arrived)
+
+    def end(self) -> None:
+        """Let others have the memory."""
+        self.is_wanted = False
+        if self.arrived is not None:
+            self.done = torch.cuda.current_stream(self._device).record_event()
+
+
+def has_room(layer: nn.Module) -> bool:
+    """Whether the pages of a layer can be had. None stays pinned."""
+    place = vars(layer)[vbar_places.PLACE]
+    if vbar_places.fault(place) is None:
+        return False
+    vbar_places.unpin(place)
+    return True
+
+
+def _pinned_bytes(layer: nn.Module, host: Host) -> torch.Tensor | None:
+    """Return a layer's bytes in pinned memory if they are the weights as the layer's code gets them."""
+    attributes, tensors = vars(layer), layer._parameters
+    if "_prefetch" in attributes or any(attributes.get(name) for name in (*FUNCTIONS, *LORA_FUNCTIONS)):
+        return None
+    own = [(name, tensors[name]) for name in ARRIVED if tensors.get(name) is not None]
+    if any(tensor.dtype != host.weight_dtype(layer, name, tensor) for name, tensor in own):
+        return None
+    return comfy_compat.pinned_bytes(layer, PINNED)
+
+
+def _as_tensors(layer: nn.Module, memory: torch.Tensor) -> tuple[Any, Any]:
+    """Return a layer's tensors as they lie in memory, by ComfyUI's own layout."""
+    tensors = [layer._parameters.get(name) for name in ARRIVED]
+    weight, bias = comfy_compat.find(f"{comfy_compat.MEMORY}.interpret_gathered_like")(tensors, memory)
+    return weight, bias

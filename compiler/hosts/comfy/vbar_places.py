@@ -1,0 +1,53 @@
+"""A layer's place in a VBAR: the pages of GPU memory that hold its weights while there is room (comfy-aimdo)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import comfy_compat
+
+Place = tuple[Any, int, int]
+"""A VBAR, an address and a number of bytes."""
+
+PLACE, SIGNATURE = "_v", "_v_signature"
+"""Attributes of a layer: its place in a VBAR, and the signature under which that was filled."""
+ARRIVED = {"weight": "_v_weight", "bias": "_v_bias"}
+"""Attributes of a layer that has arrived, for each of its tensors that is streamed."""
+FUNCTIONS = ("weight_function", "bias_function")
+LORA_FUNCTIONS = ("weight_lowvram_function", "bias_lowvram_function")
+
+PAGE_BYTES, _IN_MEMORY = 32 * 2**20, 1
+"""A VBAR's pages, and the flag of one that is in the GPU's memory (`ModelVBAR.get_residency`)."""
+
+
+def fault(place: Place) -> Any:
+    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
+
+
+def unpin(place: Place) -> None:
+    comfy_compat.find(f"{comfy_compat.VBAR}.vbar_unpin")(place)
+
+
+def is_same(signature: Any, other: Any) -> bool:
+    if signature is None or other is None or len(signature) != len(other):
+        return False
+    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_signature_compare")(signature, other)
+
+
+def is_resident(place: Place) -> bool:
+    """Whether all pages of a range are there, without asking for any."""
+    vbar, address, size = place
+    if not hasattr(vbar, "get_residency"):
+        return False
+    flags, first = vbar.get_residency(), address - vbar.base_addr
+    return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
+
+
+def span_of(places: Iterable[Place]) -> Place | None:
+    """Return the range of a VBAR that holds all of these places; None if there is none, or if they are of several."""
+    places = list(places)
+    if not places or len({id(vbar) for vbar, _, _ in places}) > 1 or any(len(place) != 3 for place in places):
+        return None
+    first = min(address for _, address, _ in places)
+    return places[0][0], first, max(address + size for _, address, size in places) - first

@@ -1,0 +1,141 @@
+"""Weights that find no room in their pages pass through a ring: one block, and a part of the next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.hosts.comfy import staging_ring, streamed_weights
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.hosts.comfy.staging_ring import StagingRing
+from rows import adapted, low_rank
+from test_streamed_weights import assert_image, compiled, layers_of
+from vbar import pin, stream
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+
+
+@pytest.fixture
+def plain(load):
+    return load("tiny_sd15")
+
+
+@pytest.fixture
+def model(plain, request, load):
+    """Its layers hold float32, as its code gets it, in pinned memory as well."""
+    made = stream(load("tiny_sd15"), request.getfixturevalue("vbar"))
+    made.model.diffusion_model.float()
+    return made
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """The sizes of what passes through rings, in order."""
+    sizes, stage = [], StagingRing.stage
+
+    def note(ring, layers, host):
+        staging = stage(ring, layers, host)
+        sizes.append(staging.size)
+        return staging
+
+    monkeypatch.setattr(StagingRing, "stage", note)
+    return sizes
+
+
+def ring_of(model):
+    return streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).ring
+
+
+@pytest.mark.parametrize("ahead", [0, 100_000, 2**24], ids=["no room ahead", "a part", "all of it"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_the_image_is_the_same(share, ahead, model, plain, sample, registry, vbar, staged, monkeypatch):
+    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", ahead)
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    assert sum(staged) == 0, "ComfyUI brings weights that are not in pinned memory"
+    pin(ours)
+    vbar.evict()
+    vbar.limit = int(vbar.size * share)
+    for seed in range(2):
+        assert_image(sample, ours, plain, vbar, seed=seed, steps=3)
+    assert sum(staged) > 0
+    assert ring_of(ours)._memory is None, "the ring outlives the sampling"
+
+
+def test_weights_that_have_room_do_not_pass_through(model, plain, sample, registry, vbar, staged):
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    pin(ours)
+    vbar.evict()
+    assert_image(sample, ours, plain, vbar, steps=3)
+    assert sum(staged) == 0
+
+
+def test_loras_are_left_to_comfyui(model, plain, sample, registry, vbar, staged):
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    pin(ours)
+    vbar.evict()
+    vbar.limit = 0
+    for strength in (1.0, 0.5):
+        assert_image(sample, adapted(low_rank)(ours, strength), adapted(low_rank)(plain, strength), vbar, steps=2)
+    assert sum(staged) > 0, "layers without a LoRA pass through the ring"
+
+
+def test_a_sampling_without_memory_for_the_ring_goes_on(model, plain, sample, registry, vbar, monkeypatch):
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    pin(ours)
+    vbar.evict()
+    vbar.limit = 0
+
+    def refuse(ring):
+        ring._is_open = False
+
+    monkeypatch.setattr(StagingRing, "_allocated", refuse)
+    assert_image(sample, ours, plain, vbar, steps=2)
+
+
+def test_nothing_is_overwritten_that_somebody_waits_for(model, sample, registry, vbar, monkeypatch):
+    sample(compiled(model), "tiny_sd15")
+    pin(model)
+    vbar.evict()
+    vbar.limit = 0
+    layers = layers_of(model)[:6]
+    size = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers)
+    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", size // 2)
+    ring = StagingRing(torch.device("cpu"))
+    ring.reserve(size)
+    ring.open()
+    first = ring.stage(layers, HOST)
+    second = ring.stage(layers, HOST)
+    assert not first.left
+    assert second.weights, "there is room for a part of the next region"
+    assert second.left, "a region was overwritten before its graph ran"
+    for layer in layers:
+        assert torch.equal(first.weights[id(vars(layer))]["_v_weight"], layer.weight)
+    first.end()
+    third = ring.stage(layers, HOST)
+    for layer in layers:
+        for staging in (second, third):
+            if found := staging.weights.get(id(vars(layer))):
+                assert torch.equal(found["_v_weight"], layer.weight)
+    assert third.weights
+
+
+def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
+    sample(compiled(model), "tiny_sd15")
+    pin(model)
+    vbar.evict()
+    vbar.limit = 0
+    layers = layers_of(model)
+    ring = StagingRing(torch.device("cpu"))
+    ring.reserve(2 * staging_ring.AHEAD_BYTES)
+    ring.open()
+    ring.stage(layers[:3], HOST).end()
+    ring.end_call()
+    needed = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers[:3])
+    ring.stage(layers[:3], HOST).end()
+    assert ring._memory.numel() == needed + staging_ring.AHEAD_BYTES
+    ring.end_call()
+    ring.end_call()
+    assert ring._memory is None, "a call for which all weights had room keeps no ring"
