@@ -1,7 +1,7 @@
 """What is done when ComfyUI's server starts to answer.
 
-Somebody who has compiled here before will load those graphs again. The imports that a first graph needs take seconds,
-which pass while the browser opens the workflow. Where nothing was ever compiled, nothing is imported.
+Somebody who has compiled here before will want those graphs again. Loading them takes seconds, with what they import,
+and these pass while the browser opens the workflow. Where nothing was ever compiled, nothing is imported.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ async def _on_startup(app: Any) -> None:
 
 
 def _warm_up() -> None:
-    from ..compiler.hosts.comfy.process import warm_up_if_used
+    from ..compiler.hosts.comfy.process import warm_up_as_before
 
-    warm_up_if_used()
+    warm_up_as_before()

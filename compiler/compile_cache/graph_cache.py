@@ -34,7 +34,7 @@ from ..common.timing import Timing
 from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
 from ..storage.base import Store
-from ..storage.graph_file import StoredGraph
+from ..storage.graph_file import GraphFileError, StoredGraph
 from ..tracing.export import export_region
 from ..tracing.graph_request import GraphRequest
 from ..tracing.operators import register_operators
@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 MAX_GRAPHS = 256
 """Graphs kept in memory. An SDXL UNet has 14, of 6 MB each. Dropped graphs are loaded from the store again."""
+PRELOADED = 32
+"""Graphs that are loaded before anybody asks, which takes about 0.1 s each: an SDXL UNet's and its VAE's."""
 MAX_SIGNATURES = 8
 """Call signatures per kind of region. A number that changes at every step must not cause a compile at every step."""
 
@@ -73,6 +75,8 @@ class CacheEntry:
     """Why the graph must not be used with some patches, by their names."""
     timing: Timing | None = None
     """How long its region takes with it and eagerly, once it was checked."""
+    is_preloaded: bool = False
+    """Whether it was loaded before anybody asked for it, and nobody has asked since."""
 
     @property
     def is_out(self) -> bool:
@@ -244,13 +248,38 @@ class GraphCache:
         fields = environment(by.backend, request.device, by.host)
         key = self._key(request, fields)
         if entry := self._find(key):
-            by.counters.add("from_memory")
-            return entry, "memory"
+            return self._found(entry, by)
         task = _Task(key, fields, request, by)
         with self._claim(key):
             if place is CompileIn.PROCESS:
                 return self.run(request.region, lambda: self._load_or_compile(task))
             return self._load_or_have_compiled(task, place)
+
+    def recent(self) -> list[StoredGraph]:
+        """Return the graphs of the store that were used last. A distant store has none: reading it takes long."""
+        if self.store is None or not self.store.is_near:
+            return []
+        found = []
+        with suppress(OSError):
+            for entry in sorted(self.store.entries(), key=lambda entry: -entry.used)[:PRELOADED]:
+                with suppress(OSError, GraphFileError):  # whoever asks for it says why
+                    found.append(self.store.read_graph(entry.name))
+        return found
+
+    def preload(self, recent: Iterable[StoredGraph], backend: Backend, device: torch.device, host: Host) -> None:
+        """Load graphs before anybody asks for them. One that cannot be loaded is left to whoever asks."""
+        fields = environment(backend, device, host)
+        for stored in recent:
+            if stored.backend == backend.name and stored.environment == fields:
+                with suppress(Exception):  # torch can raise anything for bytes that it cannot load
+                    self.run(f"preload {stored.spec.region}", partial(self._preload, stored, backend))
+
+    def _preload(self, stored: StoredGraph, backend: Backend) -> None:
+        if self._find(stored.key) is None:
+            start = time.perf_counter()
+            graph = stored.load(backend)
+            entry = self._keep(graph, "disk", time.perf_counter() - start, len(stored.executable))
+            entry.is_preloaded = True
 
     def add_loaded(self, stored: StoredGraph, by: Requester) -> CacheEntry:
         """Return the entry for a graph that was read from a file. Load it only if it is not in memory.
@@ -343,8 +372,7 @@ class GraphCache:
     def _load(self, task: _Task) -> tuple[CacheEntry, str] | None:
         """Return a graph that is in memory by now or in the store, or None if it must be compiled."""
         if entry := self._find(task.key):
-            task.by.counters.add("from_memory")
-            return entry, "memory"
+            return self._found(entry, task.by)
         register_operators()
         start = time.perf_counter()
         if loaded := self._read_stored(task.key, task.by.backend):
@@ -393,6 +421,15 @@ class GraphCache:
             if entry:
                 self._entries.move_to_end(key)
             return entry
+
+    def _found(self, entry: CacheEntry, by: Requester) -> tuple[CacheEntry, str]:
+        """Return a graph that is in memory, and where it came from for whoever asks first."""
+        source = "disk" if entry.is_preloaded else "memory"
+        if entry.is_preloaded and self.store is not None:
+            self.store.note_use(entry.graph.key)
+        entry.is_preloaded = False
+        by.counters.add(f"from_{source}")
+        return entry, source
 
     def _keep(self, graph: CompiledGraph, source: str = "", seconds: float = 0.0, size: int = 0) -> CacheEntry:
         with self._lock:

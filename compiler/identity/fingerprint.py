@@ -78,6 +78,25 @@ class Code:
     """The names that code of neither the host nor a library mentions: what it can read of the host's layers."""
 
 
+_networks: weakref.WeakKeyDictionary[nn.Module, tuple[Host, Description, Watch]] = weakref.WeakKeyDictionary()
+
+
+def describe_network(network: nn.Module, host: Host) -> tuple[Description, Watch]:
+    """Describe a whole network, which takes half a second, and remember that while nothing changes."""
+    describer = Describer(host)
+    description = describer.describe(network)
+    _networks[network] = host, description, describer.watch
+    return description, describer.watch
+
+
+def network_code(network: nn.Module, host: Host) -> tuple[frozenset[str], Watch]:
+    """Return the string constants of a network's code, and a watch that holds now."""
+    known_host, description, watch = _networks.get(network, (None, None, None))
+    if known_host is not host or not watch.holds():
+        description, watch = describe_network(network, host)
+    return description.string_constants, watch
+
+
 def fingerprint(module: nn.Module, host: Host) -> str:
     """Return the identity of a region as a hex digest (see `Description`)."""
     return Describer(host).describe(module).fingerprint

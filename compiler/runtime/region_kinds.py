@@ -16,7 +16,7 @@ from ..common.errors import one_line
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..compile_cache.background_queue import Background
-from ..identity.fingerprint import Describer
+from ..identity.fingerprint import Describer, describe_network
 from ..identity.regions import Region
 from ..identity.watch import Watch
 from .region_kind import RegionKind
@@ -118,7 +118,7 @@ class RegionKinds:
     def network_fingerprint(self) -> str:
         """Return the fingerprint of the whole network; nothing if it cannot be described."""
         try:
-            network = Describer(self.target.host).describe(self._model())
+            network, _ = describe_network(self._model(), self.target.host)
         except Exception:  # only its regions have to bear being looked at
             return ""
         return "" if network.obscure else network.fingerprint

@@ -30,7 +30,7 @@ from ..common.torch_compat import foreach_copy, pytree
 from ..common.weight_source import NetworkWeights, ResidentWeights
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import ContextArguments
-from ..identity.fingerprint import Describer
+from ..identity.fingerprint import network_code
 from ..identity.watch import Watch
 from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
 from .guards import Changed, ModuleGuard, TensorGuard
@@ -96,7 +96,7 @@ class StepReplay:
         self._weights = weights or ResidentWeights()
         self._capture = capture
         self._context = ContextArguments(type(network), host.context_arguments)
-        self._strings = Describer(host).describe(network).string_constants
+        self._strings, _ = network_code(network, host)
         self._modules = ModuleGuard(network, host, in_place=True)
         self._tensors: TensorGuard | None = None
         """Set by the first call that could be captured."""
@@ -202,7 +202,7 @@ class StepReplay:
             self._states[key] = _Seen()
             self._entries |= running.entries
             self._tensors = self._tensors or TensorGuard(self._network(), self._host, self._device, self._weights)
-            self._watch = self._watch or _watch_of(self._network(), self._host)
+            self._watch = self._watch or network_code(self._network(), self._host)[1]
             self.reason = None if self._tensors.is_usable else Reason(ReasonCode.WEIGHTS_ELSEWHERE)
         return result
 
@@ -268,12 +268,6 @@ class StepReplay:
 
     def _is_context(self, place: int | str) -> bool:
         return place in self._context.places or place in self._context.names
-
-
-def _watch_of(network: nn.Module, host: Host) -> Watch:
-    describer = Describer(host)
-    describer.describe(network)
-    return describer.watch
 
 
 def _difference(result: Any, expected: Any) -> Reason | None:

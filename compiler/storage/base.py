@@ -30,6 +30,14 @@ class Store(Protocol):
 
     def get(self, key: str) -> StoredGraph | None: ...
 
+    def read_graph(self, name: str) -> StoredGraph:
+        """Return the graph of a file, which does not count as a use. Raises OSError and GraphFileError."""
+        ...
+
+    def note_use(self, key: str) -> None:
+        """Record that a graph was used, where the place keeps that."""
+        ...
+
     def put(self, graph: StoredGraph) -> bool: ...
 
     def keys(self) -> set[str]:

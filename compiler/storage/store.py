@@ -81,9 +81,13 @@ class _Store(ABC):
         except (OSError, GraphFileError) as error:
             log.warning("The stored graph %s is compiled again: %s.", printable(name), printable(str(error)))
             return None
-        with suppress(OSError):
-            self._touch(name)
+        self.note_use(key)
         return graph
+
+    def note_use(self, key: str) -> None:
+        """Record that a graph was used: the least recently used ones go first."""
+        with suppress(OSError):
+            self._touch(f"{key}{SUFFIX}")
 
     def put(self, graph: StoredGraph) -> bool:
         """Write a graph and return True, or log why it could not be kept and return False."""

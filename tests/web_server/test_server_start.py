@@ -12,35 +12,25 @@ from aiohttp import web
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    """`server_start` and `process`, with a stand-in for ComfyUI's folders; and the backends that are warmed up."""
+def server_start(monkeypatch):
+    """The module, with a stand-in for ComfyUI's folders."""
     monkeypatch.setitem(sys.modules, "folder_paths", sys.modules.get("folder_paths") or ModuleType("folder_paths"))
-    from compiled_graphs.compiler.hosts.comfy import process
     from compiled_graphs.web_server import server_start
 
-    warmed = []
-    monkeypatch.setattr(process, "warm_up", lambda backend="auto": warmed.append(backend))
-    return server_start, process, warmed
+    return server_start
 
 
-@pytest.mark.parametrize("keys", [set(), {"a" * 64}], ids=["nothing compiled yet", "compiled before"])
-def test_only_what_has_compiled_is_warmed_up(modules, monkeypatch, keys):
-    server_start, process, warmed = modules
-    app = web.Application()
+def test_the_warm_up_begins_when_the_server_starts(server_start, monkeypatch):
+    app, begun = web.Application(), threading.Event()
     monkeypatch.setattr(server_start, "prompt_server", lambda: SimpleNamespace(app=app))
-    store = SimpleNamespace(keys=lambda: keys)
-    monkeypatch.setattr(process, "registry", lambda: SimpleNamespace(cache=SimpleNamespace(store=store)))
+    monkeypatch.setattr(server_start, "_warm_up", begun.set)
     server_start.register()
-    assert warmed == []
+    assert not begun.is_set()
     asyncio.run(_start(app))
-    for thread in threading.enumerate():
-        if thread.name == "warm up after the start":
-            thread.join()
-    assert warmed == (["auto"] if keys else [])
+    assert begun.wait(10)
 
 
-def test_a_server_that_runs_already_is_left_alone(modules, monkeypatch):
-    server_start, _, _ = modules
+def test_a_server_that_runs_already_is_left_alone(server_start, monkeypatch):
     app = web.Application()
     app.freeze()
     for server in (None, SimpleNamespace(), SimpleNamespace(app=app)):

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...backends import choose_backend
+from ...backends.base import Backend
 from ...backends.cuda_warmup import load_libraries
 from ...compile_cache.graph_cache import GraphCache
 from ...compile_cache.worker_pool import Workers
@@ -57,21 +58,26 @@ def warm_up(backend: str = "auto") -> None:
         threading.Thread(target=_warm_up, args=(backend,), name=f"warm up {backend}", daemon=True).start()
 
 
-def warm_up_if_used() -> None:
-    """Begin the default backend's warm-up if something was ever compiled here. Reads the store, so not on a loop."""
-    store = registry().cache.store
-    if store is not None and store.keys():
-        warm_up()
+def warm_up_as_before() -> None:
+    """Warm up the backends of the graphs that were used last, and load these graphs. Takes seconds."""
+    cache, device = registry().cache, comfy_compat.torch_device()
+    recent = cache.recent()
+    for name in {graph.backend for graph in recent}:
+        _WARMED.add(name)
+        if (backend := _warm_up(name)) is not None:
+            cache.preload(recent, backend, device, HOST)
 
 
-def _warm_up(backend: str) -> None:
+def _warm_up(name: str) -> Backend | None:
+    """Return the backend with this name once it is warm; None if there is none here."""
     device = comfy_compat.torch_device()
-    chosen, _ = choose_backend(backend, device)
+    chosen, _ = choose_backend(name, device)
     if chosen is None:
-        return
+        return None
     workers, store = registry().cache.workers, registry().cache.store
     if workers is not None and workers.count > 1 and store is not None and not store.keys():
         workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
     register_operators()
     chosen.warm_up()
     load_libraries(device)
+    return chosen

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
+from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.jobs import CompileJobs
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
@@ -358,6 +359,35 @@ def test_what_a_call_wants_is_noted_for_the_next_process(tmp_path):
     prepared_in_a_new_process(tmp_path, asked, transformer(eps=1e-3))
     prepared_in_a_new_process(tmp_path, asked, transformer(), name="another")
     assert asked.times == 6
+
+
+def test_graphs_that_were_used_last_are_loaded_before_anybody_asks(tmp_path):
+    asked = Asked()
+    prepared_in_a_new_process(tmp_path, asked, transformer())
+    cache = GraphCache(FolderStore(tmp_path))
+    recent = cache.recent()
+    cache.preload(recent, EagerBackend(), torch.device("cpu"), Host())
+    for expected in ((1, 0), (0, 1)):
+        network = transformer()
+        compiled = install(network, Registry(cache))
+        with totals.expect(compiles=0):
+            compiled.prepare(asked, name="forward")
+        assert (compiled.counters.from_disk, compiled.counters.from_memory) == expected
+    (entry,) = cache._entries.values()
+    assert entry.source == "disk"
+
+
+def test_graphs_of_other_versions_and_damaged_files_are_not_preloaded(tmp_path):
+    prepared_in_a_new_process(tmp_path, Asked(), transformer())
+    cache = GraphCache(FolderStore(tmp_path))
+    (graph,) = cache.recent()
+    cache.preload([replace(graph, environment={"torch": "1"})], EagerBackend(), torch.device("cpu"), Host())
+    cache.preload([replace(graph, executable=b"damaged")], EagerBackend(), torch.device("cpu"), Host())
+    assert not cache._entries
+    (file,) = tmp_path.glob("*.graph.safetensors")
+    file.write_bytes(b"damaged")
+    assert cache.recent() == []
+    assert GraphCache().recent() == []
 
 
 @pytest.mark.parametrize("network", [lambda: transformer(depth=3), lambda: transformer().double()])
