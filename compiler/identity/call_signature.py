@@ -19,6 +19,7 @@ import torch
 from ..common.inner_tensors import TENSOR_TYPES
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import pytree
+from .dataclass_arguments import Packed, Unpacking, field_names, from_json, packed, to_json, values_of
 
 _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     type(None): (lambda value: value, lambda value: None),
@@ -40,7 +41,10 @@ class Call:
     """One call of a region, bound to the parameters of its `forward`."""
 
     arguments: Mapping[str, Any]
-    """Every parameter by name, in the order of the signature, with defaults and without context arguments."""
+    """Every parameter by name, in the order of the signature, with defaults and without context arguments.
+
+    Dataclasses are packed.
+    """
     context: Mapping[str, Any]
     """The host's bookkeeping, by parameter name."""
 
@@ -108,7 +112,7 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
     except TypeError as error:
         raise Unsupported(ReasonCode.CALL_MISFIT, f"{cls.__name__}.forward: {error}") from None
     bound.apply_defaults()
-    arguments = dict(bound.arguments)
+    arguments = {name: packed(value) for name, value in bound.arguments.items()}
     context = {name: arguments.pop(name) for name in context_arguments & arguments.keys()}
     if rest := _rest_name(cls):
         extra = arguments[rest]
@@ -132,19 +136,27 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
     if isinstance(value, torch.Tensor):
         raise Unsupported(ReasonCode.TENSOR_TYPE, kind.__name__)
+    if (names := field_names(kind)) is not None:
+        return kind, *[describe(item, tensors) for item in values_of(value, names)]
     if kind not in STATIC_TYPES:  # a subclass may mean something else
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, kind.__name__)
     return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
 
 
 def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
-    """Call the `forward` of a module's class with the arguments and the context that `bind` returned."""
-    signature = forward_signature(type(module))
+    """Call the `forward` of a module's class with the arguments and the context that `bind` returned.
+
+    Raises Unsupported if the block writes to a dataclass that it is given, or if one's class is not what it was.
+    """
+    signature, unpacked = forward_signature(type(module)), Unpacking()
+    arguments = {name: unpacked(value) for name, value in arguments.items()}
     ordered = {name: context.get(name, arguments.get(name)) for name in signature.parameters}
     if rest := _rest_name(type(module)):
         ordered[rest] = arguments[rest] | {n: v for n, v in context.items() if n not in signature.parameters}
     bound = inspect.BoundArguments(signature, ordered)
-    return type(module).forward(module, *bound.args, **bound.kwargs)
+    result = type(module).forward(module, *bound.args, **bound.kwargs)
+    unpacked.check()
+    return result
 
 
 @lru_cache(maxsize=1024)
@@ -208,6 +220,8 @@ def _outline(value: Any) -> list:
         return ["dict", [[_outline(key), _outline(item)] for key, item in value.items()]]
     if type(value) in (list, tuple):
         return [type(value).__name__, [_outline(item) for item in value]]
+    if type(value) is Packed:
+        return to_json(value, _outline)
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
     if len(children) == 1 and children[0] is value:
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, type(value).__name__)
@@ -224,6 +238,8 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
     if kind in ("list", "tuple"):
         items = [_fill_in(item, tensors) for item in content]
         return tuple(items) if kind == "tuple" else items
+    if kind == "dataclass":
+        return from_json(content, outline[2], outline[3], lambda item: _fill_in(item, tensors))
     return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)
 
 

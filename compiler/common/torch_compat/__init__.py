@@ -139,6 +139,7 @@ pytree = SimpleNamespace(
     tree_map_only=_needed("torch.utils._pytree:tree_map_only"),
     treespec_dumps=_needed("torch.utils._pytree:treespec_dumps"),
     treespec_loads=_needed("torch.utils._pytree:treespec_loads"),
+    register_pytree_node=_needed("torch.utils._pytree:register_pytree_node"),
     TreeSpec=_optional("torch.utils._pytree:TreeSpec"),  # in annotations only
 )
 

@@ -29,7 +29,7 @@ _ALIGNMENT = 512
 
 
 class StagingRing:
-    """The ring of one network. It takes memory when weights first need it, and only while a sampling runs."""
+    """The ring of one network. It has memory only while a sampling runs that needs it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,18 +39,25 @@ class StagingRing:
         self._lying: list[tuple[int, int, Staging]] = []
         """Ranges of the ring, and whose weights lie there."""
         self._is_open = False
+        self._was_needed = False
+        """Whether the last sampling needed the ring at its end."""
         self._needed = 0
         """The bytes that a region needed at most in the last call."""
         self._largest = 0
         """The same of the running call."""
 
     def open(self) -> None:
-        """A sampling begins: weights may be staged."""
+        """A sampling begins: weights may be staged.
+
+        If the last one needed the ring, it takes its memory now. Later, pages that were just filled would be emptied.
+        """
         self._is_open = True
+        if self._was_needed:
+            self._allocated()
 
     def close(self) -> None:
         """The sampling is over: give the memory back."""
-        self._is_open = False
+        self._is_open, self._was_needed = False, self._memory is not None
         self._free()
 
     def end_call(self) -> None:

@@ -139,3 +139,11 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     ring.end_call()
     ring.end_call()
     assert ring._memory is None, "a call for which all weights had room keeps no ring"
+    ring.close()
+    ring.open()
+    assert ring._memory is None
+    ring.stage(layers[:3], HOST).end()
+    ring.close()
+    assert ring._memory is None
+    ring.open()
+    assert ring._memory is not None, "pages would be filled and emptied again"

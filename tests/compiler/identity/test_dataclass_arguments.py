@@ -1,0 +1,195 @@
+"""Dataclasses of tensors as arguments: a graph takes their fields, and the block gets dataclasses."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, make_dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.reason import ReasonCode, Unsupported
+from compiled_graphs.compiler.identity.call_signature import bind, call_forward, describe, parse, read
+from compiled_graphs.compiler.identity.dataclass_arguments import field_names, packed
+from compiled_graphs.compiler.registry.registry import Registry
+from networks import compile_network
+from torch import nn
+
+WIDTH = 16
+
+
+@dataclass
+class Modulation:
+    shift: torch.Tensor
+    scale: torch.Tensor
+    gate: torch.Tensor | None = None
+
+
+class Offset(Modulation):
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Offset:
+        return cls(x, x + 1)
+
+
+@dataclass(frozen=True)
+class Both:
+    image: Modulation
+    strength: float = 1.0
+
+
+@dataclass
+class Acting:
+    shift: torch.Tensor
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("shift",)
+    shift: torch.Tensor
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, modulation):
+        one, other = modulation
+        return x + self.linear(x * (1 + one.scale) + one.shift) * other.image.scale * other.strength
+
+
+class Writer(Block):
+    def forward(self, x, modulation):
+        modulation[0].gate = x
+        return self.linear(x)
+
+
+class Network(nn.Module):
+    def __init__(self, block=Block, strength=1.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.strength = strength
+
+    def inputs(self, at):
+        return (torch.zeros(at.batch, at.tokens, WIDTH),)
+
+    def forward(self, x):
+        vector = x.mean(1, keepdim=True)
+        modulation = Modulation(vector, vector + 1), Both(Offset.of(vector), self.strength)
+        for block in self.blocks:
+            x = block(x, modulation)
+        return x
+
+
+def signature(value):
+    return read(bind(Block, (torch.zeros(2, 5, WIDTH), value), {}, frozenset()))[0]
+
+
+def pair(count=1):
+    return Modulation(*torch.zeros(2, 2, count, WIDTH)), Both(Offset.of(torch.zeros(2, count, WIDTH)), 0.5)
+
+
+@torch.no_grad()
+def test_blocks_that_are_given_dataclasses_are_compiled():
+    network = Network()
+    x, longer = torch.randn(2, 5, WIDTH), torch.randn(3, 9, WIDTH)
+    expected = network(x), network(longer)
+    with totals.expect(compiles=1):
+        compiled = compile_network(network, Registry())
+        assert torch.equal(network(x), expected[0])
+        assert torch.equal(network(longer), expected[1])
+    assert compiled.counters.eager_calls == {}
+    network.strength = 2.0
+    assert not torch.equal(network(x), expected[0]), "a plain field is part of the signature"
+
+
+@torch.no_grad()
+def test_a_block_that_writes_to_a_dataclass_stays_eager():
+    network = Network(Writer)
+    x = torch.randn(2, 5, WIDTH)
+    expected = network(x)
+    compiled = compile_network(network, Registry())
+    assert torch.equal(network(x), expected)
+    assert {reason.code for reason in compiled.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
+
+
+def test_a_signature_with_dataclasses_can_be_read_back():
+    one = signature(pair())
+    again, tensors = parse(one.text)
+    assert again.text == one.text
+    assert (again.spec, again.leaves) == (one.spec, one.leaves)
+    assert len(tensors) == 5
+    given = [torch.randn(2, 5, WIDTH), *torch.randn(4, 2, 1, WIDTH)]
+    block = Block()
+    modulation = Modulation(*given[1:3]), Both(Modulation(*given[3:5]), 0.5)
+    assert torch.equal(call_forward(block, again.fill(given), {}), block(given[0], modulation))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (Offset(*torch.zeros(2, 2, 1, WIDTH)), pair()[1]),
+        (Modulation(*torch.zeros(3, 2, 1, WIDTH)), pair()[1]),
+        (pair()[0], Both(Offset.of(torch.zeros(2, 1, WIDTH)), 0.25)),
+    ],
+    ids=["another class", "a field that is there", "another value"],
+)
+def test_what_a_dataclass_is_and_holds_is_part_of_the_signature(other):
+    assert signature(other).text != signature(pair()).text
+    assert signature(pair(3)).text == signature(pair()).text
+
+
+def test_tokens_tell_classes_and_values_apart():
+    tokens = {describe(value, []) for value in (*pair(), Offset(*torch.zeros(2, 2, 1, WIDTH)))}
+    assert len(tokens) == 3
+    tensors = []
+    describe(pair(), tensors)
+    assert len(tensors) == 4
+
+
+@pytest.mark.parametrize("cls", [Acting, make_dataclass("Local", ["x"], namespace={"f": lambda self: 1}), int])
+def test_only_plain_dataclasses_are_taken_apart(cls):
+    assert field_names(cls) is None
+
+
+def test_an_object_with_methods_is_named_in_the_reason():
+    with pytest.raises(Unsupported, match="Acting"):
+        signature(Acting(torch.zeros(1)))
+
+
+def test_an_object_that_holds_more_than_its_fields_is_refused():
+    value = Modulation(torch.zeros(1), torch.zeros(1))
+    value.more = 1
+    for look in (lambda: describe(value, []), lambda: signature(value)):
+        with pytest.raises(Unsupported, match="Modulation"):
+            look()
+    assert packed(Slotted(torch.zeros(1))).values
+
+
+def test_dataclasses_in_lists_are_refused():
+    with pytest.raises(Unsupported, match="Modulation"):
+        signature([Modulation(torch.zeros(1), torch.zeros(1))])
+
+
+def test_a_name_from_elsewhere_imports_and_runs_nothing(monkeypatch):
+    text = signature(pair()).text
+    for old, new in (("Modulation", "Missing"), (__name__, "antigravity"), (__name__, "os")):
+        found, _ = parse(text.replace(old, new))
+        with pytest.raises(Unsupported):
+            call_forward(Block(), found.fill(list(torch.zeros(5, 2, 1, WIDTH))), {})
+    assert "antigravity" not in sys.modules
+
+
+def test_a_class_of_the_same_name_with_other_code_is_refused(monkeypatch):
+    found, _ = parse(signature(pair()).text)
+    module = ModuleType(__name__)
+    module.Modulation = make_dataclass("Modulation", [("scale", torch.Tensor), ("shift", torch.Tensor),
+                                                      ("gate", torch.Tensor, field(default=None))])  # fmt: skip
+    module.Both, module.Offset = Both, Offset
+    monkeypatch.setitem(sys.modules, __name__, module)
+    with pytest.raises(Unsupported, match="Modulation"):
+        call_forward(Block(), found.fill(list(torch.zeros(5, 2, 1, WIDTH))), {})
