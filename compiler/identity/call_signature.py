@@ -2,6 +2,9 @@
 
 A call's signature holds everything that can require another graph: which inputs are present, their ranks, dtypes
 and devices, and every argument that is not a tensor. Sizes are not part of it: they are dynamic dimensions of a graph.
+
+An int that follows the sizes of a call is a size, too: a number of tokens, the place where a reference begins. A graph
+takes such an int as the length of an otherwise unused tensor, so that it is a dynamic dimension like any other.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -58,7 +61,7 @@ class CallSignature:
     spec: pytree.TreeSpec
     """The arguments' nesting."""
     leaves: tuple[Any, ...]
-    """The flattened arguments: `TENSOR` in place of each tensor, else the value itself."""
+    """The flattened arguments: `TENSOR` and `SIZE` in place of tensors and of ints that are sizes, else the value."""
     context: tuple[str, ...]
     """Names of the context arguments that were passed."""
     patch_points: str = ""
@@ -74,9 +77,10 @@ class CallSignature:
         return pytree.tree_unflatten(self.flat(tensors), self.spec)
 
     def flat(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """Return the leaves of the arguments with these tensors in place."""
+        """Return the leaves of the arguments with these tensors in place, and lengths of tensors for sizes."""
         supply = iter(tensors)
-        return [next(supply) if leaf is TENSOR else leaf for leaf in self.leaves]
+        filled = {TENSOR: lambda: next(supply), SIZE: lambda: next(supply).shape[0]}
+        return [filled[leaf]() if leaf is TENSOR or leaf is SIZE else leaf for leaf in self.leaves]
 
     def has_unchanged_arguments(self, arguments: Mapping[str, Any], tensors: list[torch.Tensor]) -> bool:
         """Whether a call has left its arguments unchanged. `tensors` are those that it was given.
@@ -84,15 +88,33 @@ class CallSignature:
         Blocks of video VAEs write frames to lists that they are given.
         """
         leaves, spec = pytree.tree_flatten(dict(arguments))
-        return spec == self.spec and all(one is was for one, was in zip(leaves, self.flat(tensors), strict=True))
+        if spec != self.spec:
+            return False
+        pairs = zip(leaves, self.flat(tensors), self.leaves, strict=True)
+        return all(one is was for one, was, leaf in pairs if leaf is not SIZE)  # an int cannot be written to
 
 
-class _Tensor:
+class _Marker:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
     def __repr__(self) -> str:
-        return "TENSOR"
+        return self._name
 
 
-TENSOR = _Tensor()
+TENSOR, SIZE = _Marker("TENSOR"), _Marker("SIZE")
+
+Place = tuple[Any, ...]
+"""Where a value stands in a call's arguments: keys of dictionaries, numbers of items."""
+SIZES = range(2, 2**24)
+"""Ints that may be sizes. Tracing takes 0 and 1 for constants."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """An int that is a size."""
+
+    tensor: torch.Tensor
 
 
 @lru_cache(maxsize=1024)
@@ -166,13 +188,17 @@ def _rest_name(cls: type) -> str | None:
     return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
 
 
-def read(call: Call, fake: bool = False, patch_points: str = "") -> tuple[CallSignature, list[torch.Tensor]]:
+def read(
+    call: Call, fake: bool = False, patch_points: str = "", sizes: Set[Place] = frozenset()
+) -> tuple[CallSignature, list[torch.Tensor]]:
     """Return a call's signature and its tensors in order.
 
-    `fake` allows fake tensors, and `patch_points` come from `Host.patch_points`. Raises Unsupported for an argument
-    that no graph can take.
+    `fake` allows fake tensors, and `patch_points` come from `Host.patch_points`. Ints at the places of `sizes` are
+    sizes. Raises Unsupported for an argument that no graph can take.
     """
-    leaves, spec = pytree.tree_flatten(dict(call.arguments))
+    arguments = _with_sizes(dict(call.arguments), sizes) if sizes else dict(call.arguments)
+    leaves, spec = pytree.tree_flatten(arguments)
+    leaves = [leaf.tensor if type(leaf) is _Size else leaf for leaf in leaves]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         if not fake and type(tensor) not in TENSOR_TYPES:
@@ -180,8 +206,8 @@ def read(call: Call, fake: bool = False, patch_points: str = "") -> tuple[CallSi
         if tensor.layout is not torch.strided:
             raise Unsupported(ReasonCode.TENSOR_LAYOUT, str(tensor.layout))
     context = tuple(sorted(call.context))
-    record = [_outline(dict(call.arguments)), context, *([patch_points] if patch_points else [])]
-    kept = tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    record = [_outline(arguments), context, *([patch_points] if patch_points else [])]
+    kept = tuple(_marker(leaf) for leaf in pytree.tree_leaves(arguments))
     return CallSignature(json.dumps(record, separators=(",", ":")), spec, kept, context, patch_points), tensors
 
 
@@ -202,7 +228,7 @@ def parse(text: str) -> tuple[CallSignature, list[tuple[int, torch.dtype]]]:
 def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
     """Return the outlines of a call's tensors by their places in its arguments."""
     kind, content = outline[0], outline[1]
-    if kind == "tensor":
+    if kind in ("tensor", "size"):
         return {place: tuple(outline)}
     if not isinstance(content, list):
         return {}
@@ -210,8 +236,84 @@ def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
     return {found: what for key, item in items for found, what in _tensor_places(item, (*place, key)).items()}
 
 
+def _marker(leaf: Any) -> Any:
+    return SIZE if type(leaf) is _Size else TENSOR if isinstance(leaf, torch.Tensor) else leaf
+
+
+def size_places(one: str, other: str) -> frozenset[Place]:
+    """Return where two signatures differ, if they differ only in ints: these follow the sizes of the calls."""
+    (outline, *rest), (other_outline, *other_rest) = json.loads(one), json.loads(other)
+    return frozenset(_differing_ints(outline, other_outline) or ()) if rest == other_rest else frozenset()
+
+
+def places_of_sizes(text: str) -> frozenset[Place]:
+    """Return where a signature has sizes."""
+    return frozenset(place for place, outline in _walked(json.loads(text)[0]) if outline[0] == "size")
+
+
+def with_sizes(text: str, sizes: Set[Place]) -> str:
+    """Return the text of a signature in which ints at these places are sizes."""
+    outline, *rest = json.loads(text)
+    for place, part in _walked(outline):
+        if place in sizes and part[0] == "int" and part[1] in SIZES:
+            part[:] = ["size", 1]
+    return json.dumps([outline, *rest], separators=(",", ":"))
+
+
+def _walked(outline: list, place: Place = ()) -> Iterator[tuple[Place, list]]:
+    """Yield each part of an outline with its place."""
+    yield place, outline
+    for key, item in _items_of(outline):
+        yield from _walked(item, (*place, key))
+
+
+def _items_of(outline: list) -> list[tuple[Any, list]]:
+    kind, content = outline[0], outline[1]
+    if not isinstance(content, list):
+        return []
+    return [(key[1], item) for key, item in content] if kind == "dict" else list(enumerate(content))
+
+
+def _differing_ints(one: list, other: list, place: Place = ()) -> list[Place] | None:
+    """Return the places of ints that differ; None if anything else does."""
+    if one == other:
+        return []
+    if one[0] == other[0] == "int":
+        return [place] if one[1] in SIZES and other[1] in SIZES else None
+    items, others = _items_of(one), _items_of(other)
+    if not items or one[0] != other[0] or one[2:] != other[2:] or [k for k, _ in items] != [k for k, _ in others]:
+        return None
+    found: list[Place] = []
+    for (key, item), (_, changed) in zip(items, others, strict=True):
+        places = _differing_ints(item, changed, (*place, key))
+        if places is None:
+            return None
+        found += places
+    return found
+
+
+def _with_sizes(arguments: dict[str, Any], sizes: Set[Place]) -> dict[str, Any]:
+    """Return arguments in which ints at these places are sizes."""
+    device = next((leaf.device for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
+
+    def replaced(value: Any, place: Place) -> Any:
+        if type(value) is int and place in sizes and value in SIZES and device is not None:
+            return _Size(torch.empty(value, dtype=torch.uint8, device=device))
+        if type(value) is dict:
+            return {key: replaced(item, (*place, key)) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(replaced(item, (*place, i)) for i, item in enumerate(value))
+        if type(value) is Packed:
+            return replace(value, values=replaced(value.values, place))
+        return value
+
+    return replaced(arguments, ())
+
+
 def _outline(value: Any) -> list:
     """Return a value as JSON: its type and its content."""
+    if type(value) is _Size:
+        return ["size", value.tensor.ndim]
     if isinstance(value, torch.Tensor):
         return ["tensor", value.ndim, str(value.dtype), str(value.device)]
     if type(value) in STATIC_TYPES:
@@ -233,6 +335,9 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
     if kind == "tensor":
         tensors.append((content, _torch_constant(outline[2], torch.dtype)))
         return TENSOR
+    if kind == "size":
+        tensors.append((1, torch.uint8))
+        return SIZE
     if kind == "dict":
         return {_fill_in(key, tensors): _fill_in(item, tensors) for key, item in content}
     if kind in ("list", "tuple"):

@@ -18,7 +18,16 @@ from ..common.inner_tensors import plain_tensors
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.tensor_slots import tensor_slots
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry
-from ..identity.call_signature import CallSignature, ContextArguments, bind, read
+from ..identity.call_signature import (
+    Call,
+    CallSignature,
+    ContextArguments,
+    Place,
+    bind,
+    places_of_sizes,
+    read,
+    with_sizes,
+)
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
 
@@ -84,6 +93,8 @@ class RegionKind:
     """By signature text: why there is no graph."""
     plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
     """By argument shapes."""
+    sizes: set[Place] = field(default_factory=set)
+    """Where calls have ints that are sizes for some graph."""
     closed: Reason | None = None
     """Why no call at all can be compiled."""
 
@@ -108,6 +119,7 @@ class RegionKind:
         """Use a graph for calls of this signature from now on."""
         others = (other for other in self.graphs.get(signature_text, ()) if not other.is_evicted and other is not entry)
         self.graphs[signature_text] = [*others, entry]
+        self.sizes |= places_of_sizes(signature_text)
         self.refusals.pop(signature_text, None)
         self.plans.clear()
 
@@ -153,7 +165,7 @@ class RegionKind:
         if self.closed:
             return Refusal(self.closed)
         try:
-            signature, ordered = read(bind(self.cls, args, kwargs, self.context.names), patch_points=patch_points)
+            signature, ordered = self._read(bind(self.cls, args, kwargs, self.context.names), patch_points)
         except Unsupported as error:
             return Refusal(error.reason)
         if signature.text in self.refusals:
@@ -167,12 +179,23 @@ class RegionKind:
             return Refusal(Reason(ReasonCode.SIZES_OUTSIDE))
         return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
 
+    def _read(self, call: Call, patch_points: str) -> tuple[CallSignature, list[torch.Tensor]]:
+        """Return a call's signature and tensors; with ints as sizes, if such calls are settled."""
+        plain = read(call, patch_points=patch_points)
+        if not self.sizes or plain[0].text in self.graphs:
+            return plain
+        sized = read(call, patch_points=patch_points, sizes=self.sizes)
+        return sized if self._is_known(sized[0].text) else plain
+
     def has_room(self, signature_text: str) -> bool:
         """Whether calls of a signature may have a graph of their own."""
         return signature_text in self.graphs or len(self.graphs) + len(self.refusals) < MAX_SIGNATURES
 
     def is_settled(self, signature_text: str) -> bool:
         """Whether calls of a signature have a graph, or a reason to have none."""
+        return self._is_known(signature_text) or self._is_known(with_sizes(signature_text, self.sizes))
+
+    def _is_known(self, signature_text: str) -> bool:
         return signature_text in self.graphs or signature_text in self.refusals
 
 

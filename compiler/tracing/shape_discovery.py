@@ -6,7 +6,7 @@ this takes seconds and no memory for any model, before it is loaded or sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from ..common.host import Host
 from ..common.reason import Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree
-from ..identity.call_signature import CallSignature, bind, read
+from ..identity.call_signature import Call, CallSignature, Place, bind, read, size_places
 from ..identity.regions import Region
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
@@ -48,10 +48,20 @@ present, lists the classes whose code it runs besides the model's."""
 class _ObservedCall:
     """One call of a region during a call ahead."""
 
+    call: Call
     signature: CallSignature
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
+
+    @classmethod
+    def of(cls, call: Call, sizes: Set[Place] = frozenset()) -> _ObservedCall | None:
+        """Return a call, or None if it has no tensors. Raises Unsupported if no graph can take its arguments."""
+        signature, tensors = read(call, fake=True, sizes=sizes)
+        if not tensors:
+            return None
+        shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
+        return cls(call, signature, shapes, dtypes, tensors[0].device)
 
 
 def discover_requests(
@@ -66,6 +76,7 @@ def discover_requests(
     requests: dict[tuple[str, str], GraphRequest] = {}
     for region, fingerprint in regions.items():
         for one, other in zip(first[region.path], second[region.path], strict=False):
+            one, other = _with_sizes(one, other)
             wanted = (fingerprint, one.signature.text)
             if one.signature.text == other.signature.text and wanted not in requests:
                 if request := _request(region, fingerprint, one, other):
@@ -106,20 +117,30 @@ def _observed_forward(
     try:
         call = bind(type(block), args, kwargs, host.context_arguments)
         signature, tensors = read(call, fake=True)
+        observed = _ObservedCall.of(call)
     except Unsupported:
         return run()
-    if not tensors:
+    if observed is None:
         return run()
-    layouts = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
-    shapes, _, dtypes, devices = zip(*layouts, strict=True)
-    seen.append(_ObservedCall(signature, shapes, dtypes, devices[0]))
-    known = (fingerprint, signature.text, layouts)
+    seen.append(observed)
+    known = (fingerprint, signature.text, tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors))
     if known not in results:
         result = run()
         if not signature.has_unchanged_arguments(call.arguments, tensors):
             return result  # a block that writes to lists must run each time
         results[known] = result
     return pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
+
+
+def _with_sizes(one: _ObservedCall, other: _ObservedCall) -> tuple[_ObservedCall, _ObservedCall]:
+    """Return two calls with ints that differ between them as sizes; if anything else differs, these calls."""
+    if one.signature.text == other.signature.text:
+        return one, other
+    places = size_places(one.signature.text, other.signature.text)
+    if not places:
+        return one, other
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return _ObservedCall.of(one.call, places), _ObservedCall.of(other.call, places)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

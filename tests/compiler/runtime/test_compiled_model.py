@@ -183,18 +183,43 @@ def test_a_model_that_cannot_be_repeated_stays_eager_for_a_reason(registry):
     assert compiled.counters.eager_calls == {Reason(ReasonCode.SIZES_UNCLEAR, "ValueError: needs data"): 2}
 
 
-def test_an_argument_that_is_a_size_stays_eager_for_a_reason(registry):
-    def counted(network, at):
-        return network(*network.inputs(at), shift=at.tokens)
+def counted(network, at):
+    return network(*network.inputs(at), shift=at.tokens)
 
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_int_that_follows_the_sizes_is_a_dynamic_dimension(registry, ahead):
     network = Stack(OptionsBlock)
     reference = copy.deepcopy(network)
     compiled = install(network, registry, current_call=lambda: counted)
+    if ahead:
+        compiled.prepare(counted)
+    for at, shift in ((sizes(), 7), (sizes(tokens=12), 12), (sizes(tokens=12), 5), (sizes(batch=1, tokens=4), 2)):
+        x = network.inputs(at)[0]
+        same(network(x, shift=shift), reference(x, shift=shift))
+    assert compiled.counters.compiles == 1
+    assert compiled.counters.eager_calls == {}
+
+
+@pytest.mark.parametrize("shift", [0, 1, -3])
+def test_an_int_that_is_no_length_is_never_taken_for_one(registry, shift):
+    network = Stack(OptionsBlock)
+    reference = copy.deepcopy(network)
+    compiled = install(network, registry, current_call=lambda: counted)
+    compiled.prepare(counted)
     x = network.inputs(sizes())[0]
-    same(network(x, shift=7), reference(x, shift=7))
-    (reason,) = compiled.counters.eager_calls
-    assert reason.code is ReasonCode.SIZE_ARGUMENT
-    assert compiled.counters.compiles == 0
+    same(network(x, shift=shift), reference(x, shift=shift))
+    assert compiled.counters.compiles == 1
+
+
+def test_a_graph_with_a_size_among_its_arguments_serves_the_next_process(tmp_path):
+    for compiles in (1, 0):
+        network = Stack(OptionsBlock)
+        compiled = install(network, Registry(GraphCache(FolderStore(tmp_path))))
+        compiled.prepare(counted, name="forward")
+        x = network.inputs(sizes(tokens=9))[0]
+        same(network(x, shift=9), copy.deepcopy(network)(x, shift=9))
+        assert (compiled.counters.compiles, compiled.counters.eager_calls) == (compiles, {})
 
 
 def test_another_models_weights_use_the_same_graph_and_are_never_mixed(registry):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from compiled_graphs.compiler.tracing.graph_request import GraphRequest
 from compiled_graphs.compiler.tracing.shape_discovery import LARGE, SMALL
 from networks import ConvolutionNetwork, KeywordBlock, OptionsBlock, Stack, call_with, transformer, variants_of
 from torch import nn
@@ -129,11 +130,22 @@ def test_block_with_colliding_sizes_is_left_out():
     assert variants_of(Stack(KeywordBlock), colliding) == []
 
 
-def test_a_signature_that_depends_on_the_sizes_is_left_out():
+def test_an_int_that_depends_on_the_sizes_is_a_size():
     def counted(network, at):
         return network(*network.inputs(at), shift=at.tokens)
 
-    assert variants_of(Stack(OptionsBlock), counted) == []
+    (request,) = variants_of(Stack(OptionsBlock), counted)
+    assert request.hints[1:] == ((11,),)
+    assert request.symbolic[1:] == ((True,),)
+    assert GraphRequest.noted(request.note(), request.device).signature == request.signature
+
+
+@pytest.mark.parametrize("scale", [lambda at: float(at.tokens), lambda at: at.tokens if at.tokens > 11 else 1])
+def test_a_signature_that_depends_on_the_sizes_otherwise_is_left_out(scale):
+    def scaled(network, at):
+        return network(*network.inputs(at), shift=at.tokens, scale=scale(at))
+
+    assert variants_of(Stack(OptionsBlock), scaled) == []
 
 
 def test_a_block_the_call_does_not_reach_is_left_out():
