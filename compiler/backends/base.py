@@ -22,6 +22,8 @@ class Backend(Protocol):
     name: str
     capture_context: Callable[[], AbstractContextManager[None]] | None
     """The context to enter while a CUDA graph captures its executables. None if they cannot be captured."""
+    rounds: bool
+    """Whether it rounds the products of large layers itself, which adds nothing where weights are quantised."""
     grows: bool
     """Whether an executable's bytes grow while it is used. Bytes that were written earlier are then out of date."""
 

@@ -192,6 +192,10 @@ class Host:
         """Return why this call's context arguments would change what a region computes, or None."""
         return None
 
+    def can_be_captured(self, operator: str) -> bool:
+        """Whether a CUDA graph may capture an operator, such as "aten.mul". It neither waits nor keeps memory."""
+        return True
+
     def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """Return why a CUDA graph of the network must not replay a call with these context arguments, or None.
 

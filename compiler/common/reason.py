@@ -25,6 +25,7 @@ class ReasonCode(Enum):
     AUTOCAST = "autocast is on"
     SIZES_OUTSIDE = "sizes outside of what the graph was traced for"
     SIZES_UNCLEAR = "its sizes cannot be told apart from data ({})"
+    DEPENDS_ON_VALUES = "what it computes depends on values ({})"
     SIZE_ARGUMENT = "an argument that changes with the size, or sizes that cannot be told apart"
     MANY_SIGNATURES = "an argument that keeps changing (more than {} kinds of call)"
     UNFORESEEN = "a kind of call that was not foreseen"
@@ -100,6 +101,7 @@ class ReasonCode(Enum):
     INPUT_DEVICE = "an input on another device"
     WEIGHTS_ELSEWHERE = "weights that are not all on the GPU"
     CAPTURE_DIFFERS = "a capture that gives something else ({})"
+    UNSAFE_TO_CAPTURE = "an operator that is not known to bear a capture ({})"
     WAITS_FOR_GPU = "the model waits for the GPU within a step ({})"
 
 

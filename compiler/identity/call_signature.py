@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -304,7 +304,7 @@ def _with_sizes(arguments: dict[str, Any], sizes: Set[Place]) -> dict[str, Any]:
         if type(value) in (list, tuple):
             return type(value)(replaced(item, (*place, i)) for i, item in enumerate(value))
         if type(value) is Packed:
-            return replace(value, values=replaced(value.values, place))
+            return value._replace(values=replaced(value.values, place))
         return value
 
     return replaced(arguments, ())

@@ -1,7 +1,7 @@
 """Dataclasses among the arguments of a block, such as the shift, scale and gate of a modulation (Flux 2, Chroma).
 
 pytree does not know them. While a call is looked at, a `Packed` takes the place of each, and pytree takes that apart
-like a tuple. The block itself gets dataclasses again.
+as a tuple. The block itself gets dataclasses again.
 
 A class is named in signatures by its module, its name and a digest of its source. Nothing is imported for a name, and
 no code of the class runs to make an object.
@@ -13,12 +13,10 @@ import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..common.reason import ReasonCode, Unsupported
-from ..common.torch_compat import pytree
 from .source import functions_in, read_source
 
 _GENERATED = frozenset(
@@ -28,22 +26,14 @@ _GENERATED = frozenset(
 """What `dataclass` adds to a class. None of it computes anything in a block."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A dataclass as a container of its fields' values."""
+class Packed(NamedTuple):
+    """A dataclass as a container of its fields' values. pytree knows named tuples."""
 
     cls: str
     """The module and the qualified name, with a colon between."""
     digest: str
     """Of the class's source."""
     values: tuple[Any, ...]
-
-
-pytree.register_pytree_node(
-    Packed,
-    lambda packed: (list(packed.values), (packed.cls, packed.digest)),
-    lambda values, context: Packed(*context, tuple(values)),
-)
 
 
 @lru_cache(maxsize=256)

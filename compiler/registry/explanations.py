@@ -104,6 +104,10 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ),
     ReasonCode.SIZES_UNCLEAR: _SIZES,
     ReasonCode.SIZE_ARGUMENT: _SIZES,
+    ReasonCode.DEPENDS_ON_VALUES: Explanation(
+        "The model picks what to compute by the values in its tensors, which no graph can know ahead.",
+        "模型根据张量中的数值决定计算内容，任何图都无法预先知道。",
+    ),
     ReasonCode.MANY_SIGNATURES: _VARYING,
     ReasonCode.NOT_FINITE: Explanation(
         "The compiled VAE gave values that are not finite, so the image was made again uncompiled.",
@@ -205,6 +209,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.INPUT_DEVICE: _STEPS,
     ReasonCode.WEIGHTS_ELSEWHERE: _STEPS,
     ReasonCode.CAPTURE_DIFFERS: _STEPS,
+    ReasonCode.UNSAFE_TO_CAPTURE: _STEPS,
     ReasonCode.WAITS_FOR_GPU: _STEPS,
 }
 """A test checks that every code has an explanation."""

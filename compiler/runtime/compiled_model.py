@@ -22,11 +22,10 @@ import torch
 from torch import nn
 
 from ..common.counters import Counters, totals
-from ..common.reason import Reason, ReasonCode
+from ..common.reason import Reason
 from ..common.timing import LatencyTracker
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, GraphCache
-from ..identity.call_signature import CallSignature
 from ..identity.graph_spec import CompiledGraph, GraphIdentity
 from ..identity.regions import Region
 from ..storage.graph_file import StoredGraph
@@ -34,7 +33,7 @@ from ..tracing.shape_discovery import ModelCall
 from .canary import Canary
 from .graph_supply import GraphSupply, OnProgress, no_progress
 from .region_forward import RegionForward
-from .region_kind import RegionKind
+from .region_kind import Miss, RegionKind
 from .region_kinds import DEFAULTS, Options, RegionKinds, Target
 from .running_call import RunningCall
 from .summary import KindInUse, Summary, entries_of
@@ -125,12 +124,10 @@ class CompiledModel:
         """Take note of a call of the network that has ended."""
         self._canary.note(call)
 
-    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> Reason | None:
+    def on_cache_miss(self, kind: RegionKind, miss: Miss, call: RunningCall | None) -> Reason | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
         repeated = None if call is None else call.repeated()
-        if repeated is None:
-            return Reason(ReasonCode.UNFORESEEN)
-        return self._supply.on_cache_miss(kind, signature, repeated)
+        return self._supply.on_cache_miss(kind, miss, repeated)
 
     def describe(self, path: str) -> RegionKind:
         """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""

@@ -20,16 +20,16 @@ from ..common.counters import Counters
 from ..common.errors import one_line
 from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
+from ..common.torch_compat import needs_values
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
-from ..identity.call_signature import CallSignature
 from ..identity.graph_spec import GraphIdentity
 from ..storage.graph_file import StoredGraph
 from ..tracing.graph_request import GraphRequest
 from ..tracing.shape_discovery import ModelCall, discover_requests
 from ..tracing.side_effects import turns, untouched
-from .region_kind import RegionKind
+from .region_kind import Miss, RegionKind
 from .region_kinds import RegionKinds
 from .summary import Progress
 
@@ -118,15 +118,18 @@ class GraphSupply:
         for done, outcome in enumerate(outcomes):
             on_progress(self._settle(outcome, done + 1, len(missing)))
 
-    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> Reason | None:
-        """Provide a graph that a running call misses, or return why there is none.
+    def on_cache_miss(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> Reason | None:
+        """Provide a graph that a running call misses, or return why there is none. `call` repeats it, if that is known.
 
         With a background, raises Unsupported: the graph comes later.
         """
+        if call is None and not kind.graphs_of(miss.signature.text):
+            return Reason(ReasonCode.UNFORESEEN)
         if self._background is None:
             self._kinds.describe_again()  # what has made one region another may have changed others, not called since
-            return self._provide_now(kind, signature, call)
-        self._background.submit((kind.fingerprint, signature.text), partial(self._provide_later, kind, signature, call))
+            return self._provide_now(kind, miss, call)
+        job = partial(self._provide_later, kind, miss, call)
+        self._background.submit((kind.fingerprint, miss.signature.text, miss.shapes), job)
         raise Unsupported(ReasonCode.BACKGROUND)
 
     def evict(self, kind: RegionKind, entry: CacheEntry) -> None:
@@ -134,17 +137,22 @@ class GraphSupply:
         self._cache.evict(entry)
         kind.evict({entry.graph.key})
 
-    def _provide_later(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> None:
-        if self._kinds.model() is None or kind.is_settled(signature.text):
+    def _provide_later(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> None:
+        if self._kinds.model() is None or kind.answers(miss):
             return
-        if reason := self._provide_now(kind, signature, call):
-            kind.mark_eager(signature.text, reason)
+        if reason := self._provide_now(kind, miss, call):
+            kind.mark_eager(miss.signature.text, reason)
             self._on_change()
 
-    def _provide_now(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> Reason | None:
+    def _provide_now(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> Reason | None:
+        signature = miss.signature
+        if call is None or kind.graphs_of(signature.text):
+            return self._provide_branch(kind, miss)
         try:
             requests = self._look_ahead(call)
         except Exception as error:
+            if operator := needs_values(error):
+                return Reason(ReasonCode.DEPENDS_ON_VALUES, operator)
             return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
         of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
         if signature.text not in {request.signature.text for request in of_kind}:
@@ -152,13 +160,27 @@ class GraphSupply:
             alike = (request.with_signature(signature) for request in of_kind)
             requests += [request for request in alike if request][:1]
         for request in requests:
-            if not self._kinds.of(request.fingerprint).is_settled(request.signature.text) and self._is_missing(request):
+            refused = self._kinds.of(request.fingerprint).refusals
+            if request.signature.text not in refused and self._is_missing(request):
                 self._check_cancelled()
                 self._settle(self._get(request), 1, 1)
         self._on_change()
-        if kind.is_settled(signature.text):
-            return None
-        return Reason(ReasonCode.SIZE_ARGUMENT)
+        if kind.graphs_of(signature.text) and not kind.answers(miss):
+            return self._provide_branch(kind, miss)
+        return None if kind.is_settled(signature.text) else Reason(ReasonCode.SIZE_ARGUMENT)
+
+    def _provide_branch(self, kind: RegionKind, miss: Miss) -> Reason | None:
+        """Provide a graph that is traced at the call's own sizes, for code that takes another branch there."""
+        region, entries = self._kinds.region_of(kind.fingerprint), kind.graphs_of(miss.signature.text)
+        request = None
+        if region and entries:
+            request = GraphRequest.at(miss.shapes, entries[0].graph, region, self._kinds.target.device)
+        if request is None:
+            return Reason(ReasonCode.SIZES_OUTSIDE)
+        self._check_cancelled()
+        self._settle(self._get(request), 1, 1)
+        self._on_change()
+        return None if kind.answers(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
 
     def _wanted_ahead(self, call: ModelCall, name: str) -> list[GraphRequest]:
         """Return what a call wants, from memory or the store if it has a name that is known there."""
@@ -226,7 +248,7 @@ class GraphSupply:
 
     def _is_missing(self, request: GraphRequest) -> bool:
         kind = self._kinds.of(request.fingerprint)
-        return not kind.closed and request.signature.text not in kind.graphs
+        return not kind.closed and not kind.serves(request.signature.text, request.hints)
 
     def _get(self, request: GraphRequest) -> Outcome:
         place = CompileIn.WORKER_REQUIRED if self._is_beside else CompileIn.PROCESS

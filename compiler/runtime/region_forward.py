@@ -28,7 +28,6 @@ from ..common.tensors import tensors_in
 from ..common.timing import compare
 from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
-from ..identity.call_signature import CallSignature
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
 from .region_kind import Miss, Plan, Refusal, RegionKind
@@ -47,7 +46,7 @@ class Owner(Protocol):
     verifies: bool
     """Whether a graph is compared with eager before it serves."""
 
-    def on_cache_miss(self, kind: RegionKind, signature: CallSignature, call: RunningCall | None) -> Reason | None:
+    def on_cache_miss(self, kind: RegionKind, miss: Miss, call: RunningCall | None) -> Reason | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
         ...
 
@@ -206,7 +205,7 @@ class RegionForward:
         if isinstance(found, Miss):
             if call:
                 call.had_setup = True
-            if reason := self._owner.on_cache_miss(self._kind, found.signature, call):
+            if reason := self._owner.on_cache_miss(self._kind, found, call):
                 self._kind.mark_eager(found.signature.text, reason)
             found, tensors = self._kind.lookup(args, kwargs, patch_points)
         if isinstance(found, Plan):

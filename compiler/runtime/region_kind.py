@@ -34,6 +34,10 @@ from ..identity.graph_spec import MEMORY_FORMATS
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""
 
+MAX_BRANCHES = 4
+"""Graphs for one signature: code that branches on a size gets one for each branch, and no more than this."""
+
+_SIZES_OUTSIDE = Reason(ReasonCode.SIZES_OUTSIDE)
 _MANY_SIGNATURES = Reason(ReasonCode.MANY_SIGNATURES, str(MAX_SIGNATURES))
 
 
@@ -72,9 +76,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Miss:
-    """There is no graph for calls of this signature yet, and nobody has said that there will be none."""
+    """There is no graph for calls of this signature and these shapes, and nobody has said that there will be none."""
 
     signature: CallSignature
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of the call's tensors, in the order of the signature."""
 
 
 @dataclass(eq=False)
@@ -90,7 +96,7 @@ class RegionKind:
     graphs: dict[str, list[CacheEntry]] = field(default_factory=dict)
     """By signature text. More than one if sizes once fixed turned out not to be."""
     refusals: dict[str, Reason] = field(default_factory=dict)
-    """By signature text: why there is no graph."""
+    """By signature text: why there is no graph, or no other than there are."""
     plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
     """By argument shapes."""
     sizes: set[Place] = field(default_factory=set)
@@ -124,7 +130,7 @@ class RegionKind:
         self.plans.clear()
 
     def mark_eager(self, signature_text: str, reason: Reason) -> None:
-        """Run calls of this signature eagerly from now on."""
+        """Run calls of this signature eagerly from now on, but for sizes that a graph serves."""
         self.refusals[signature_text] = reason
         self.plans.clear()
 
@@ -168,16 +174,15 @@ class RegionKind:
             signature, ordered = self._read(bind(self.cls, args, kwargs, self.context.names), patch_points)
         except Unsupported as error:
             return Refusal(error.reason)
+        shapes = tuple(tuple(t.shape) for t in ordered)
+        entries = self.graphs_of(signature.text)
+        if entry := next((e for e in entries if e.graph.spec.fits(shapes)), None):
+            return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
         if signature.text in self.refusals:
             return Refusal(self.refusals[signature.text])
-        entries = [entry for entry in self.graphs.get(signature.text, ()) if not entry.is_evicted]
-        if not entries:
-            return Miss(signature) if self.has_room(signature.text) else Refusal(_MANY_SIGNATURES)
-        shapes = [t.shape for t in ordered]
-        entry = next((e for e in entries if e.graph.spec.fits(shapes)), None)
-        if entry is None:
-            return Refusal(Reason(ReasonCode.SIZES_OUTSIDE))
-        return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
+        if len(entries) >= MAX_BRANCHES:
+            return Refusal(_SIZES_OUTSIDE)
+        return Miss(signature, shapes) if self.has_room(signature.text) else Refusal(_MANY_SIGNATURES)
 
     def _read(self, call: Call, patch_points: str) -> tuple[CallSignature, list[torch.Tensor]]:
         """Return a call's signature and tensors; with ints as sizes, if such calls are settled."""
@@ -190,6 +195,21 @@ class RegionKind:
     def has_room(self, signature_text: str) -> bool:
         """Whether calls of a signature may have a graph of their own."""
         return signature_text in self.graphs or len(self.graphs) + len(self.refusals) < MAX_SIGNATURES
+
+    def serves(self, signature_text: str, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether there is a graph for calls of a signature with these shapes, also if it is retired."""
+        return any(entry.graph.spec.fits(shapes) for entry in self.graphs_of(signature_text))
+
+    def graphs_of(self, signature_text: str) -> list[CacheEntry]:
+        """Return the graphs for calls of a signature, also those that are retired."""
+        return [entry for entry in self.graphs.get(signature_text, ()) if not entry.is_evicted]
+
+    def answers(self, miss: Miss) -> bool:
+        """Whether calls that were a miss have a graph by now, or a reason to have none."""
+        text = miss.signature.text
+        if text in self.graphs and text not in self.refusals:
+            return self.serves(text, miss.shapes)
+        return self.is_settled(text)
 
     def is_settled(self, signature_text: str) -> bool:
         """Whether calls of a signature have a graph, or a reason to have none."""

@@ -245,9 +245,11 @@ class StepReplay:
 
     def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Reason | None]:
         """Make a call; return its result, and what keeps it from being captured."""
-        with SyncDetector(self._device) as watch:
+        with SyncDetector(self._device, self._host.can_be_captured) as watch:
             result = call(*args, **kwargs)
-        return result, Reason(ReasonCode.WAITS_FOR_GPU, watch.found) if watch.found else None
+        if watch.found:
+            return result, Reason(ReasonCode.WAITS_FOR_GPU, watch.found)
+        return result, Reason(ReasonCode.UNSAFE_TO_CAPTURE, watch.unsafe) if watch.unsafe else None
 
     def _captured(self, call: Callable, own: _OwnArguments, form: Any) -> _Captured:
         """Return a capture of a call whose result has this form."""

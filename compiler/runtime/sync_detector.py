@@ -1,5 +1,8 @@
 """Detects whether a call syncs with the GPU (waits for it), which a CUDA graph cannot do.
 
+It also notes operators of other libraries that the host does not know to be safe in a capture. What their kernels'
+callers do inside (allocate, wait) is not seen from here.
+
 The detector watches an ordinary call before the capture of a similar one. If CUDA itself met the sync, it would abort
 the capture, and with CUDA's asynchronous allocator that ends the process: memory that was allocated in an aborted
 capture can be freed neither in it nor after it.
@@ -8,12 +11,13 @@ capture can be freed neither in it nor after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ..common.tensors import tensors_in
-from ..common.torch_compat import TorchDispatchMode, to_copy
+from ..common.torch_compat import DisableTorchFunctionSubclass, TorchDispatchMode, is_gone, to_copy
 
 _COPIES = frozenset({to_copy, torch.ops.aten.copy_})
 _SYNC_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -24,19 +28,31 @@ _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops
 class SyncDetector(TorchDispatchMode):
     """Sync detector. While entered, it records the first operator of this thread that waits for `device`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, can_be_captured: Callable[[str], bool] = lambda operator: True) -> None:
         super().__init__()
         self._device = device
+        self._can_be_captured = can_be_captured
         self.found = ""
         """The operator's name; empty if no operator waited."""
+        self.unsafe = ""
+        """The first operator that must not be captured for another reason."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        # As without this mode, results are of plain type here: their classes are given to them outside of it.
+        with _plain_results():
+            result = function(*args, **(kwargs or {}))
+        name = str(getattr(function, "overloadpacket", function))
         if not self.found and _syncs(function, tensors_in((args, kwargs)), tensors_in(result), self._device):
-            self.found = str(getattr(function, "overloadpacket", function))
+            self.found = name
+        if not self.unsafe and not self._can_be_captured(name):
+            self.unsafe = name
         return result
+
+
+def _plain_results() -> AbstractContextManager[Any]:
+    return nullcontext() if is_gone(DisableTorchFunctionSubclass) else DisableTorchFunctionSubclass()
 
 
 def _syncs(function: Callable, inputs: list[torch.Tensor], results: list[torch.Tensor], device: torch.device) -> bool:

@@ -62,6 +62,19 @@ class GraphRequest:
         inputs = [(i.hints, i.symbolic) for i in identity.spec.inputs]
         return cls._described(region.label, region.module, identity.fingerprint, identity.signature, inputs, device)
 
+    @classmethod
+    def at(
+        cls, shapes: Sequence[Sequence[int]], identity: GraphIdentity, region: Region, device: torch.device
+    ) -> GraphRequest | None:
+        """Return the request for a graph like another one that is traced at these shapes; None if one is empty."""
+        if any(0 in shape for shape in shapes):
+            return None
+        inputs = [
+            (tuple(shape), tuple(wanted and size > 1 for size, wanted in zip(shape, spec.symbolic, strict=True)))
+            for shape, spec in zip(shapes, identity.spec.inputs, strict=True)
+        ]
+        return cls._described(region.label, region.module, identity.fingerprint, identity.signature, inputs, device)
+
     def note(self) -> dict[str, Any]:
         """Return the request without its module and device, as values that JSON can hold."""
         fields = {"region": self.region, "fingerprint": self.fingerprint, "signature": self.signature.text}

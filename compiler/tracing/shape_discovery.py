@@ -34,10 +34,10 @@ class Sizes:
     tokens: int
 
 
-SMALL = Sizes(batch=2, frames=3, height=40, width=56, tokens=11)
-LARGE = Sizes(batch=3, frames=5, height=56, width=72, tokens=13)
+SMALL = Sizes(batch=2, frames=3, height=40, width=56, tokens=89)
+LARGE = Sizes(batch=3, frames=5, height=56, width=72, tokens=283)
 """Within each call all sizes differ, also when height and width are halved down to an eighth. Between the two calls
-every size differs."""
+every size differs, also when a model pads its tokens to a multiple of 32, 64 or 256."""
 
 ModelCall = Callable[[nn.Module, Sizes], object]
 """Calls a weightless copy of the model, under fake tensors, with inputs of the given sizes. Its attribute `classes`, if
@@ -73,15 +73,22 @@ def discover_requests(
     """
     first = _observe(model, regions, device, host, call, SMALL)
     second = _observe(model, regions, device, host, call, LARGE)
-    requests: dict[tuple[str, str], GraphRequest] = {}
+    requests: dict[Hashable, GraphRequest] = {}
     for region, fingerprint in regions.items():
         for one, other in zip(first[region.path], second[region.path], strict=False):
             one, other = _with_sizes(one, other)
-            wanted = (fingerprint, one.signature.text)
-            if one.signature.text == other.signature.text and wanted not in requests:
+            if one.signature.text == other.signature.text:
                 if request := _request(region, fingerprint, one, other):
-                    requests[wanted] = request
+                    requests.setdefault((fingerprint, one.signature.text, _fixed_sizes(request)), request)
     return list(requests.values())
+
+
+def _fixed_sizes(request: GraphRequest) -> tuple:
+    """Return the sizes that are no symbols: calls that differ in these need graphs of their own."""
+    return tuple(
+        tuple(None if is_symbol else size for size, is_symbol in zip(shape, symbols, strict=True))
+        for shape, symbols in zip(request.hints, request.symbolic, strict=True)
+    )
 
 
 def _observe(

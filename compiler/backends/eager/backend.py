@@ -37,6 +37,7 @@ class EagerBackend:
 
     name = "eager"
     capture_context = nullcontext
+    rounds = False
     grows = False
 
     def available(self, device: torch.device) -> str | None:

@@ -68,6 +68,7 @@ class InductorBackend:
 
     name = "inductor"
     capture_context = staticmethod(launching_by_address)
+    rounds = False
     grows = False
 
     def available(self, device: torch.device) -> str | None:

@@ -52,6 +52,7 @@ class Float8Backend(InductorBackend):
     """Satisfies `Backend`."""
 
     name = "inductor_fp8"
+    rounds = True
 
     def available(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:

@@ -127,6 +127,7 @@ class OneFlowBackend:
     name = "oneflow"
     capture_context = None
     """None: OneFlow uses its own streams and waits for them."""
+    rounds = False
     grows = True
     """Each new size adds a compiled job."""
 

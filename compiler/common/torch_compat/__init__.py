@@ -139,7 +139,6 @@ pytree = SimpleNamespace(
     tree_map_only=_needed("torch.utils._pytree:tree_map_only"),
     treespec_dumps=_needed("torch.utils._pytree:treespec_dumps"),
     treespec_loads=_needed("torch.utils._pytree:treespec_loads"),
-    register_pytree_node=_needed("torch.utils._pytree:register_pytree_node"),
     TreeSpec=_optional("torch.utils._pytree:TreeSpec"),  # in annotations only
 )
 
@@ -147,6 +146,8 @@ pytree = SimpleNamespace(
 FakeTensorMode = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 FakeTensor = _needed("torch._subclasses.fake_tensor:FakeTensor")
 DisableTorchFunctionSubclass = _optional("torch._C:DisableTorchFunctionSubclass")
+_DataDependent = _optional("torch._subclasses.fake_tensor:DataDependentOutputException")
+_DynamicShape = _optional("torch._subclasses.fake_tensor:DynamicOutputShapeException")
 ShapeEnv = _needed("torch.fx.experimental.symbolic_shapes:ShapeEnv")
 PythonPrinter = _needed("torch.utils._sympy.printers:PythonPrinter")
 TensorArgument = _needed("torch.export.graph_signature:TensorArgument")
@@ -171,6 +172,11 @@ def fake_mode(tensor: torch.Tensor) -> Any:
 def met_real_tensor(error: BaseException) -> bool:
     """Whether code that ran with fake tensors failed because it met another one (`FakeTensorMode.validate`)."""
     return isinstance(error, AssertionError) and "convert all Tensors to FakeTensors" in str(error)
+
+
+def needs_values(error: BaseException) -> str | None:
+    """Return the operator that made code with fake tensors fail because its result depends on values."""
+    return str(error.func) if isinstance(error, _DataDependent | _DynamicShape) else None
 
 
 def size_expression(size: torch.SymInt) -> Any:

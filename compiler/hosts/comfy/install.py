@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...backends import choose_backend
+from ...backends import AUTO, choose_backend
 from ...backends.base import Backend
+from ...backends.inductor.float8 import FEWEST_WEIGHTS
+from ...common.reason import Unsupported
 from ...compile_cache.background_queue import Background
 from ...identity.fingerprint import fingerprint
 from ...identity.graph_spec import GraphIdentity
@@ -158,7 +160,26 @@ def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
         return Refused(reason)
     if not regions:
         return Refused(f"{type(target.network).__name__} has no block that can be compiled{left}")
+    if backend.rounds and _is_quantized(regions):
+        left += (
+            f"\ncompiled without {backend.name}, which has nothing to add: the model's weights are quantised already"
+        )
+        backend, _ = choose_backend(AUTO, target.device)
     return Chosen(regions, backend, left)
+
+
+def _is_quantized(regions: Iterable[Region]) -> bool:
+    """Whether the large layers of these regions have quantised weights: none is left that a backend could round."""
+    matrices = [w for region in regions for w in region.module.parameters() if w.ndim == 2]
+    quantized = {id(weight) for weight in matrices if _consists_of_others(weight)}
+    return bool(quantized) and all(id(w) in quantized or w.numel() < FEWEST_WEIGHTS for w in matrices)
+
+
+def _consists_of_others(weight: torch.Tensor) -> bool:
+    try:
+        return HOST.inner_tensors(weight) is not None
+    except Unsupported:  # of a type that nobody knows
+        return True
 
 
 def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:

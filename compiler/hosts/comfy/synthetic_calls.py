@@ -14,31 +14,43 @@ from torch import nn
 
 from ...common.host import Host
 from ...common.torch_compat import pytree
+from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
-from .comfy_compat import OPTIONS
+from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS
+
+FRAMES = "num_video_frames"
+"""Stable Video Diffusion has its frames in the batch, and their number as an argument."""
 
 
 def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
     """Repeat a call of a network's method at other sizes; if it bears no other batch than its own, at that one."""
-    # Stable Video Diffusion has its frames in the batch, and their number as an argument.
-    frames = kwargs.get("num_video_frames") or 1
     try:
-        _call_resized(weightless, method, args, kwargs, sizes, sizes.batch * frames)
+        if kwargs.get(FRAMES):
+            frames = {FRAMES: sizes.frames}
+            _call_resized(weightless, method, args, kwargs | frames, sizes, sizes.batch * sizes.frames)
+        else:
+            _call_resized(weightless, method, args, kwargs, sizes, sizes.batch)
     except Exception:
         _call_resized(weightless, method, args, kwargs, sizes, _latent(args, kwargs).shape[0])
 
 
+def _options() -> dict[str, Any]:
+    """Return options for a call that was never made. Some attention functions choose their code by free memory."""
+    return {ATTENTION_OVERRIDE: opaque_attention}
+
+
 def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """ControlNets are called by name."""
-    return args[0] if args else kwargs["x"]
+    """ControlNets are called by name. Models of picture and sound are given a list."""
+    latent = args[0] if args else kwargs["x"]
+    return latent[0] if isinstance(latent, list | tuple) else latent
 
 
 def _call_resized(
     weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int
 ) -> None:
     """Call a network with empty tensors in place of a call's own, and without patches."""
-    kwargs = {name: {} if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
+    kwargs = {name: _options() if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
     latent = _latent(args, kwargs)
     context = kwargs.get("context")
     tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
@@ -50,11 +62,13 @@ def _call_resized(
         shape = list(tensor.shape)
         if shape and shape[0] == latent.shape[0]:
             shape[0] = batch
-        if tensor.ndim == latent.ndim:
-            # A ControlNet's hint is a picture, several times as large as the latent.
-            shape[2:] = [side * max(own // other, 1) for side, own, other in zip(area, shape[2:], latent.shape[2:])]
-        elif tensor.ndim in (2, 3) and tokens is not None and shape[1] == tokens:
+        if tensor.ndim in (2, 3) and shape[1] == tokens:
             shape[1] = sizes.tokens
+        elif _is_picture(tensor, latent):
+            shape[2:] = map(_side, area, shape[2:], latent.shape[2:])
+        elif tensor.ndim > 3:  # the text in several layers of an encoder, the sound of each frame
+            others = {tokens: sizes.tokens} | ({latent.shape[2]: sizes.frames} if latent.ndim == 5 else {})
+            shape[1:] = [others.get(side, side) for side in shape[1:]]
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
@@ -62,6 +76,22 @@ def _call_resized(
         weightless(*args, **kwargs)  # with hooks, unlike the method
     else:
         getattr(type(weightless), method)(weightless, *args, **kwargs)
+
+
+def _is_picture(tensor: torch.Tensor, latent: torch.Tensor) -> bool:
+    """Whether a tensor has the latent's channels, or an area that is the latent's or several times as large."""
+    if tensor.ndim != latent.ndim:
+        return False
+    areas = zip(tensor.shape[2:][-2:], latent.shape[2:][-2:], strict=True)
+    return tensor.shape[1] == latent.shape[1] or all(own % other == 0 for own, other in areas)
+
+
+def _side(wanted: int, own: int, latents: int) -> int:
+    """Return the side of a picture where the latent's has changed.
+
+    A ControlNet's hint is several times as large as the latent. A video of poses has a frame less.
+    """
+    return wanted * (own // latents) if own >= latents else max(wanted + own - latents, 1)
 
 
 class SamplingCall:
@@ -176,23 +206,34 @@ def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:
 def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, pooled_width: int) -> None:
     area = (sizes.frames, sizes.height, sizes.width)[-_latent_dimensions(base) :]
     latent = torch.empty((sizes.batch, base.latent_format.latent_channels, *area), device=device)
+    inputs = _conditions(base, latent, sizes, text_width, pooled_width)
+    if FRAMES in inputs:
+        latent = torch.cat([latent] * sizes.frames)
+        inputs = _conditions(base, latent, sizes, text_width, pooled_width) | {FRAMES: sizes.frames}
+    base.apply_model(latent, torch.full(latent.shape[:1], 1.0, device=device), **{OPTIONS: _options()}, **inputs)
+
+
+def _conditions(
+    base: Any, latent: torch.Tensor, sizes: Sizes, text_width: int, pooled_width: int
+) -> dict[str, torch.Tensor]:
+    """Return what sampling would pass to the model besides the latent."""
     conditions = base.extra_conds(
         noise=latent,
         latent_image=latent,
-        device=device,
-        cross_attn=torch.empty((sizes.batch, sizes.tokens, text_width), device=device),
-        pooled_output=torch.empty((sizes.batch, pooled_width), device=device),
+        device=latent.device,
+        cross_attn=torch.empty((sizes.batch, sizes.tokens, text_width), device=latent.device),
+        pooled_output=torch.empty((sizes.batch, pooled_width), device=latent.device),
         width=sizes.width * 8,
         height=sizes.height * 8,
         prompt_type="positive",
         seed=0,
     )
+    area = latent.shape[2:]
     whole = (*area, *[0] * len(area))
-    inputs = {
-        name: condition.process_cond(batch_size=sizes.batch, device=device, area=whole).cond
+    return {
+        name: condition.process_cond(batch_size=latent.shape[0], device=latent.device, area=whole).cond
         for name, condition in conditions.items()
     }
-    base.apply_model(latent, torch.full((sizes.batch,), 1.0, device=device), **{OPTIONS: {}}, **inputs)
 
 
 def _latent_dimensions(model: nn.Module) -> int:

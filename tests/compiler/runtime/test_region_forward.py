@@ -11,6 +11,7 @@ from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES
+from compiled_graphs.compiler.runtime.region_kind import MAX_BRANCHES
 from compiled_graphs.compiler.runtime.region_kinds import MAX_STATES
 from networks import (
     WIDTH,
@@ -511,18 +512,34 @@ def test_an_argument_no_graph_can_take_is_not_kept_alive(registry):
     assert gone() is None
 
 
-def test_sizes_the_graph_was_not_traced_for_run_eagerly(registry):
-    class Halves(TransformerBlock):
-        def forward(self, x):
-            return super().forward(x).flip(1) if x.shape[1] > 100 else super().forward(x)
+class Halves(TransformerBlock):
+    """Its code takes another branch beyond 1000 tokens, and one for each length beyond 2000."""
 
+    def forward(self, x):
+        count = x.shape[1]
+        if count > 2000:
+            return super().forward(x).roll(int(count), 1)
+        return super().forward(x).flip(1) if count > 1000 else super().forward(x)
+
+
+def test_code_that_branches_on_a_size_gets_a_graph_for_each_branch(registry):
     network = Stack(Halves)
     reference, compiled = pair(network, registry)
-    for count, eager in ((100, 0), (101, 2)):
+    for count, compiles in ((1000, 1), (1001, 2), (1002, 2), (999, 2)):
         x = tokens(count=count)
         same(network(x), reference(x))
-        assert compiled.counters.eager_calls.total() == eager
-    assert reasons(compiled) == ["sizes outside of what the graph was traced for"]
+        assert compiled.counters.compiles == compiles
+    assert compiled.counters.eager_calls == {}
+
+
+def test_branches_without_end_run_eagerly(registry):
+    network = Stack(Halves)
+    reference, compiled = pair(network, registry)
+    for count in (7, 2001, 2002, 2003, 2004, 2005, 7):
+        x = tokens(count=count)
+        same(network(x), reference(x))
+    assert compiled.counters.compiles == MAX_BRANCHES
+    assert compiled.counters.eager_calls == {Reason(ReasonCode.SIZES_OUTSIDE): 4}
 
 
 def test_an_empty_input_runs_eagerly(registry):

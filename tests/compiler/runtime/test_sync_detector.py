@@ -67,3 +67,28 @@ def test_first_sync_is_kept_and_results_are_unchanged():
         assert numbers.sum().item() == 3
         assert numbers.nonzero().shape == (3, 1)
     assert watch.found == "aten._local_scalar_dense"
+
+
+class Bytes(torch.Tensor):
+    """Like the tensors of ComfyUI-GGUF, which cannot be made without these two."""
+
+    def __init__(self, *args, kind, form):
+        super().__init__()
+
+    def __new__(cls, *args, kind, form):
+        return super().__new__(cls, *args)
+
+
+def test_code_that_leaves_a_class_of_tensors_behind_runs_as_without_it():
+    tensor = Bytes(torch.ones(3), kind="Q8_0", form=(3,))
+    with SyncDetector(torch.device("cpu")):
+        plain, still = torch.Tensor(tensor), tensor + 1
+    assert type(plain) is torch.Tensor
+    assert type(still) is Bytes
+
+
+def test_an_operator_that_is_not_known_to_be_safe_is_named():
+    with SyncDetector(torch.device("meta"), lambda operator: operator != "aten.mul") as watch:
+        torch.ones(3) * torch.ones(3) + 1
+    assert watch.unsafe == "aten.mul"
+    assert watch.found == ""

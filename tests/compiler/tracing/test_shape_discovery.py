@@ -135,12 +135,14 @@ def test_an_int_that_depends_on_the_sizes_is_a_size():
         return network(*network.inputs(at), shift=at.tokens)
 
     (request,) = variants_of(Stack(OptionsBlock), counted)
-    assert request.hints[1:] == ((11,),)
+    assert request.hints[1:] == ((SMALL.tokens,),)
     assert request.symbolic[1:] == ((True,),)
     assert GraphRequest.noted(request.note(), request.device).signature == request.signature
 
 
-@pytest.mark.parametrize("scale", [lambda at: float(at.tokens), lambda at: at.tokens if at.tokens > 11 else 1])
+@pytest.mark.parametrize(
+    "scale", [lambda at: float(at.tokens), lambda at: at.tokens if at.tokens > SMALL.tokens else 1]
+)
 def test_a_signature_that_depends_on_the_sizes_otherwise_is_left_out(scale):
     def scaled(network, at):
         return network(*network.inputs(at), shift=at.tokens, scale=scale(at))

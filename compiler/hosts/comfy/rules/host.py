@@ -201,6 +201,11 @@ class ComfyHost(Host):
                 return Reason(ReasonCode.OPTION, name)
         return None
 
+    def can_be_captured(self, operator: str) -> bool:
+        """The library of quantised weights has kernels of its own, and not all of them bear a capture."""
+        name = operator.removeprefix("comfy_kitchen.")
+        return name == operator or name.startswith(comfy_compat.CAPTURED_OPERATORS)
+
     def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A step that no patch, wrapper or option that the network looks up can change."""
         options = context.get(OPTIONS) or {}

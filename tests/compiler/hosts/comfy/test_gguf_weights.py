@@ -7,10 +7,12 @@ import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.regions import find_regions
 from gguf_double import GGMLLinear, GGMLTensor, Type
+from recorders import repeat
 from torch import nn
 
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-3
@@ -19,7 +21,7 @@ SIZES = ({}, {"height": 16, "width": 8}, {"batch": 2, "tokens": 154})
 
 @pytest.fixture
 def gguf(load):
-    """Load tiny SD1.5 with matrices of a type in the blocks' attention."""
+    """Load tiny SD1.5 with matrices of a type in the blocks' attention, and a layer of its own outside of them."""
 
     def make(kind):
         model = load("tiny_sd15")
@@ -28,6 +30,8 @@ def gguf(load):
                 for name, child in list(module.named_children()):
                     if isinstance(child, nn.Linear) and child.in_features % 32 == 0:
                         setattr(module, name, GGMLLinear(child, kind))
+        outside = model.model.diffusion_model.time_embed
+        outside[0] = GGMLLinear(outside[0], Type.F16)
         assert any(isinstance(weight, GGMLTensor) for weight in model.model.diffusion_model.parameters())
         return model
 
@@ -79,7 +83,7 @@ def test_types_are_kinds_of_their_own(gguf):
 def test_a_lora_that_the_layer_adds_keeps_its_block_eager(gguf, sample, registry):
     model = gguf(Type.Q8_0)
     ours, _ = compiled(model)
-    layer = layers(model)[0]
+    layer = next(layer for layer in layers(model) if layer.weight.tensor_type is Type.Q8_0)
     layer.weight.patches = [1.5]
     before = totals.eager_calls.copy()
     assert_images(sample, ours, model)
@@ -98,6 +102,22 @@ def test_weights_that_are_moved_are_read_where_they_are(gguf, sample, registry):
         layer.weight.data = moved
     with totals.expect(compiles=0, retired=0):
         assert_images(sample, ours, model)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.F16])
+def test_steps_of_a_gguf_model_are_replayed(kind, gguf, sample, registry, monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(install, "can_capture", lambda device: True)
+        monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+    model = gguf(kind)
+    if not hasattr(model, "add_callback_with_key"):
+        pytest.skip("this ComfyUI does not say when a sampling ends")
+    ours, _ = compiled(model)
+    image, expected = sample(ours, "tiny_sd15", steps=9), sample(model, "tiny_sd15", steps=9)
+    assert (image - expected).norm() <= BOUND * expected.norm()
+    counters = ours.object_patches["diffusion_model.forward"].compiled.counters
+    assert counters.replays > 0
+    assert counters.eager_calls == {}
 
 
 @pytest.mark.usefixtures("cpp_compiler")

@@ -13,6 +13,7 @@ import comfy.sample
 import comfy.sd
 import pytest
 import torch
+from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.inner_tensors import plain_tensors
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode, Unsupported
@@ -20,7 +21,7 @@ from compiled_graphs.compiler.common.tensor_slots import tensor_slots
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers, pickled, without_data
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import process, worker_setup
+from compiled_graphs.compiler.hosts.comfy import install, process, worker_setup
 from compiled_graphs.compiler.hosts.comfy.rules import quantized_weights
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.call_signature import bind, read
@@ -201,6 +202,24 @@ def test_a_node_that_sets_the_dtype_has_the_host_dequantise(flux, registry):
     before = totals.eager_calls.copy()
     assert error(sampled(ours), sampled(model)) < 1e-5
     assert Reason(ReasonCode.WEIGHT_FUNCTION, "comfy_force_cast_weights") in totals.eager_calls - before
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_told"),
+    [("float8_e4m3fn", True), (lambda key: "float8_e4m3fn" if "linear1" in key else None, False), (None, False)],
+    ids=["quantised", "in part", "not quantised"],
+)
+def test_a_backend_that_rounds_has_nothing_to_add(chosen, is_told, flux, registry, monkeypatch):
+    class Rounding(EagerBackend):
+        name, rounds = "rounding", True
+
+    backends = {"rounding": Rounding(), "auto": EagerBackend()}
+    monkeypatch.setattr(install, "choose_backend", lambda name, device: (backends[name], ""))
+    monkeypatch.setattr(install, "FEWEST_WEIGHTS", 256)
+    ours, text = host.compile_model(flux(chosen), host.Request("rounding"))
+    assert ("compiled without rounding, which has nothing to add" in text) == is_told
+    compiled = ours.object_patches["diffusion_model.forward"].compiled
+    assert compiled.backend == ("eager" if is_told else "rounding")
 
 
 def test_an_unknown_layout_is_named(flux, registry, monkeypatch):

@@ -1,0 +1,409 @@
+"""Each architecture that ComfyUI samples, narrow, with random weights: how to build it, and what it is given.
+
+Widths and depths are small, and all else is as ComfyUI detects it from a checkpoint. A class that this ComfyUI lacks
+is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import comfy.model_patcher
+import comfy.sample
+import comfy.supported_models
+import torch
+
+CPU = torch.device("cpu")
+WIDTH = 64
+"""Of text, and of much else."""
+
+
+class At(NamedTuple):
+    """The sizes of one sampling, in latent units."""
+
+    batch: int
+    frames: int
+    height: int
+    width: int
+    tokens: int
+
+
+Tensors = Callable[[At], Any]
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def image(channels: int, scale: int = 1) -> Tensors:
+    return lambda at: torch.zeros(at.batch, channels, at.height * scale, at.width * scale)
+
+
+def video(channels: int) -> Tensors:
+    return lambda at: torch.zeros(at.batch, channels, at.frames, at.height, at.width)
+
+
+def still(channels: int) -> Tensors:
+    """An image of a model that also makes videos."""
+    return lambda at: torch.zeros(at.batch, channels, 1, at.height, at.width)
+
+
+def sound(channels: int, scale: int) -> Tensors:
+    return lambda at: torch.zeros(at.batch, channels, at.height * scale)
+
+
+class Vision:
+    """The result of a CLIP vision encoder."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        self.penultimate_hidden_states = random(1, tokens, width, seed=4)
+        self.last_hidden_state = random(1, tokens, width, seed=6)
+        self.image_sizes = [(3, 224, 224)]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table."""
+
+    name: str
+    """As people call the model."""
+    cls: str
+    """In `comfy.supported_models`."""
+    config: Mapping[str, Any]
+    latent: Tensors
+    text: int = WIDTH
+    """The width of the text."""
+    pooled: int = 0
+    tokens: int = 0
+    """Tokens of the text, if the model takes only this number."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What else conditioning holds: values, or functions of the sizes."""
+    cfg: float = 4.0
+    reason: str = ""
+    """Why it runs uncompiled, if it does."""
+
+    def patcher(self) -> Any:
+        """Return a fresh patcher with random weights, the same ones each time."""
+        config = getattr(comfy.supported_models, self.cls)(dict(self.config))
+        config.set_inference_dtype(torch.float32, None)
+        model = config.get_model({}, "", device=CPU).eval()
+        _fill(model.diffusion_model)
+        cls = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
+        return cls(model, load_device=CPU, offload_device=CPU)
+
+    def sample(self, patcher: Any, at: At) -> torch.Tensor:
+        """Sample one step with ComfyUI's sampler."""
+        latent = self.latent(at)
+        with torch.inference_mode():
+            noise = comfy.sample.prepare_noise(latent, 1)
+            texts = self._conditioning(at, 1), self._conditioning(at, 2)
+            arguments = (patcher, noise, 1, self.cfg, "euler", "simple", *texts, latent)
+            return comfy.sample.sample(*arguments, disable_pbar=True, seed=1)
+
+    def _conditioning(self, at: At, seed: int) -> list:
+        made = {name: value(at) if callable(value) else value for name, value in self.extra.items()}
+        if self.pooled:
+            made["pooled_output"] = random(1, self.pooled, seed=seed + 5)
+        return [[random(1, self.tokens or at.tokens, self.text, seed=seed), made]]
+
+
+@torch.no_grad()
+def _fill(network: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in network.named_parameters():
+        if not weight.dtype.is_floating_point:
+            continue
+        drawn = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1:
+            weight.copy_(drawn * weight[0].numel() ** -0.5)
+        else:
+            weight.copy_(1 + 0.1 * drawn if name.endswith(("weight", "scale", "gamma")) else 0.02 * drawn)
+    for name, buffer in network.named_buffers():
+        if name.endswith("pos_embed"):  # of memory that nobody has written to
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        elif buffer.dtype.is_floating_point and not torch.isfinite(buffer).all():
+            buffer.zero_()
+
+
+def mask(tokens: int = 0) -> Tensors:
+    return lambda at: torch.ones(1, tokens or at.tokens, dtype=torch.long)
+
+
+FLUX = {
+    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": WIDTH,
+    "context_in_dim": WIDTH, "hidden_size": 128, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
+    "depth_single_blocks": 2, "axes_dim": [8, 12, 12], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
+    "txt_ids_dims": [], "yak_mlp": False, "txt_norm": False,
+}  # fmt: skip
+FLUX2 = FLUX | {
+    "image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None,
+    "axes_dim": [8, 8, 8, 8], "mlp_ratio": 3.0, "theta": 2000, "global_modulation": True, "mlp_silu_act": True,
+    "qkv_bias": False, "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0, "txt_ids_dims": [3],
+}  # fmt: skip
+CHROMA = {name: value for name, value in FLUX.items() if name not in ("guidance_embed", "yak_mlp", "txt_norm")} | {
+    "image_model": "chroma", "in_channels": 64, "out_channels": 64, "in_dim": 64, "out_dim": 128, "hidden_dim": 64,
+    "n_layers": 2, "vec_in_dim": None,
+}  # fmt: skip
+RADIANCE = CHROMA | {
+    "image_model": "chroma_radiance", "in_channels": 3, "out_channels": 3, "patch_size": 16, "nerf_hidden_size": 16,
+    "nerf_mlp_ratio": 2, "nerf_depth": 2, "nerf_max_freqs": 8, "nerf_tile_size": 512, "nerf_final_head_type": "conv",
+    "nerf_embedder_dtype": torch.float32, "use_x0": False, "use_sequential_txt_ids": False,
+}  # fmt: skip
+HUNYUAN = {
+    "image_model": "hunyuan_video", "in_channels": 16, "out_channels": 16, "patch_size": [1, 2, 2], "vec_in_dim": WIDTH,
+    "context_in_dim": WIDTH, "hidden_size": 128, "mlp_ratio": 4.0, "num_heads": 4, "depth": 2,
+    "depth_single_blocks": 2, "axes_dim": [8, 12, 12], "theta": 256, "qkv_bias": True, "guidance_embed": True,
+    "byt5": False, "meanflow": False, "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False,
+}  # fmt: skip
+WAN = {
+    "image_model": "wan2.1", "model_type": "t2v", "dim": 128, "in_dim": 16, "out_dim": 16, "num_heads": 4,
+    "ffn_dim": 256, "freq_dim": 64, "text_dim": WIDTH, "num_layers": 2, "patch_size": (1, 2, 2),
+    "window_size": (-1, -1), "qk_norm": True, "cross_attn_norm": True, "eps": 1e-6,
+}  # fmt: skip
+COSMOS = {
+    "image_model": "cosmos_predict2", "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16,
+    "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 128, "concat_padding_mask": True,
+    "crossattn_emb_channels": WIDTH, "pos_emb_cls": "rope3d", "pos_emb_learnable": True,
+    "pos_emb_interpolation": "crop", "min_fps": 1, "max_fps": 30, "use_adaln_lora": True, "adaln_lora_dim": 32,
+    "num_blocks": 2, "num_heads": 4, "extra_per_block_abs_pos_emb": False, "rope_h_extrapolation_ratio": 4.0,
+    "rope_w_extrapolation_ratio": 4.0, "rope_t_extrapolation_ratio": 1.0, "extra_h_extrapolation_ratio": 1.0,
+    "extra_w_extrapolation_ratio": 1.0, "extra_t_extrapolation_ratio": 1.0, "rope_enable_fps_modulation": False,
+}  # fmt: skip
+COSMOS_1 = {name: v for name, v in COSMOS.items() if "fps" not in name and not name.startswith("extra_")} | {
+    "image_model": "cosmos", "block_config": "FA-CA-MLP", "pos_emb_learnable": False, "block_x_format": "THWBD",
+    "affline_emb_norm": True, "extra_per_block_abs_pos_emb": True, "rope_h_extrapolation_ratio": 1.0,
+    "rope_w_extrapolation_ratio": 1.0, "rope_t_extrapolation_ratio": 2.0,
+    "extra_per_block_abs_pos_emb_type": "learnable",
+}  # fmt: skip
+HIDREAM_O1 = {
+    "image_model": "hidream_o1",
+    "text_config_overrides": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                              "num_key_value_heads": 2, "intermediate_size": 256, "head_dim": 32},
+    "vision_config_overrides": {"hidden_size": 64, "num_heads": 4, "depth": 2, "intermediate_size": 128},
+}  # fmt: skip
+LUMINA = {
+    "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 96, "cap_feat_dim": WIDTH, "n_layers": 2,
+    "qk_norm": True, "n_heads": 4, "n_kv_heads": 2, "axes_dims": [8, 8, 8], "axes_lens": [300, 512, 512],
+    "rope_theta": 10000.0, "ffn_dim_multiplier": 4.0, "multiple_of": 32,
+}  # fmt: skip
+Z_IMAGE = LUMINA | {
+    "dim": 256, "n_heads": 8, "n_kv_heads": 8, "axes_dims": [8, 12, 12], "axes_lens": [1536, 512, 512],
+    "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True, "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}  # fmt: skip
+QWEN = {
+    "image_model": "qwen_image", "patch_size": 2, "in_channels": 64, "out_channels": 16, "num_layers": 2,
+    "attention_head_dim": 32, "num_attention_heads": 4, "joint_attention_dim": WIDTH, "axes_dims_rope": (8, 12, 12),
+}  # fmt: skip
+LTX = {
+    "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 128, "attention_head_dim": 32,
+    "num_attention_heads": 4, "caption_channels": WIDTH, "num_layers": 2,
+}  # fmt: skip
+SD3 = {
+    "in_channels": 16, "out_channels": 16, "patch_size": 2, "depth": 2, "input_size": None, "adm_in_channels": WIDTH,
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": WIDTH, "out_features": 128}},
+    "num_patches": 4096, "pos_embed_max_size": 64, "pos_embed_scaling_factor": None,
+}  # fmt: skip
+KANDINSKY = {
+    "image_model": "kandinsky5", "in_text_dim": WIDTH, "in_text_dim2": WIDTH, "time_dim": 32, "model_dim": 128,
+    "ff_dim": 256, "visual_embed_dim": 132, "num_text_blocks": 2, "num_visual_blocks": 2, "axes_dims": (8, 12, 12),
+    "rope_scale_factor": (1.0, 2.0, 2.0),
+}  # fmt: skip
+OMNIGEN = {
+    "image_model": "omnigen2", "axes_dim_rope": [8, 12, 12], "axes_lens": [1024, 1664, 1664],
+    "ffn_dim_multiplier": None, "hidden_size": 128, "in_channels": 16, "multiple_of": 32, "norm_eps": 1e-5,
+    "num_attention_heads": 4, "num_kv_heads": 2, "num_layers": 2, "num_refiner_layers": 2, "out_channels": None,
+    "patch_size": 2, "text_feat_dim": WIDTH, "timestep_scale": 1000.0,
+}  # fmt: skip
+PIXART = {
+    "image_model": "pixart_sigma", "num_heads": 4, "patch_size": 2, "hidden_size": 64, "in_channels": 4, "depth": 2,
+    "model_max_length": 300, "input_size": 64, "pe_interpolation": 1, "micro_condition": False,
+    "caption_channels": WIDTH,
+}  # fmt: skip
+HUNYUAN_DIT = {
+    "image_model": "hydit", "hidden_size": 64, "depth": 4, "num_heads": 4, "text_states_dim": WIDTH,
+    "text_states_dim_t5": WIDTH,
+}  # fmt: skip
+ERNIE = {
+    "image_model": "ernie", "hidden_size": 128, "num_attention_heads": 4, "num_layers": 2, "ffn_hidden_size": 256,
+    "text_in_dim": WIDTH, "rope_axes_dim": (8, 12, 12),
+}  # fmt: skip
+KREA = {
+    "image_model": "krea2", "features": 128, "tdim": 32, "txtdim": 64, "heads": 4, "kvheads": 2, "layers": 2,
+    "txtlayers": 2, "txtheads": 4, "txtkvheads": 4,
+}  # fmt: skip
+MAGE = {
+    "image_model": "mage_flow", "in_channels": 128, "num_layers": 2, "attention_head_dim": 32,
+    "num_attention_heads": 4, "joint_attention_dim": WIDTH, "axes_dims_rope": (8, 12, 12),
+}  # fmt: skip
+JOY = {
+    "image_model": "joyimage", "in_channels": 16, "hidden_size": 256, "num_attention_heads": 2, "text_dim": WIDTH,
+    "num_layers": 2, "rope_dim_list": [16, 56, 56],
+}  # fmt: skip
+BOOGU = {
+    "image_model": "boogu", "hidden_size": 128, "num_layers": 2, "num_double_stream_layers": 2,
+    "num_refiner_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 32,
+    "axes_dim_rope": (8, 12, 12), "instruction_feat_dim": WIDTH,
+}  # fmt: skip
+LENS = {
+    "image_model": "lens", "in_channels": 128, "out_channels": 32, "num_layers": 2, "attention_head_dim": 32,
+    "num_attention_heads": 4, "enc_hidden_dim": WIDTH, "axes_dims_rope": (8, 12, 12),
+    "multi_layer_encoder_feature": False, "selected_layer_index": (0,),
+}  # fmt: skip
+COG = {
+    "image_model": "cogvideox", "num_attention_heads": 4, "attention_head_dim": 32, "in_channels": 16,
+    "out_channels": 16, "time_embed_dim": 32, "text_embed_dim": WIDTH, "num_layers": 2,
+    "use_rotary_positional_embeddings": True,
+}  # fmt: skip
+HIDREAM = {
+    "image_model": "hidream", "attention_head_dim": 32, "axes_dims_rope": [16, 8, 8], "caption_channels": [64, 64],
+    "max_resolution": [128, 128], "in_channels": 16, "llama_layers": [0, 1, 2, 3], "num_attention_heads": 4,
+    "num_routed_experts": 4, "num_activated_experts": 2, "num_layers": 2, "num_single_layers": 2,
+    "out_channels": 16, "patch_size": 2, "text_emb_dim": WIDTH,
+}  # fmt: skip
+HUNYUAN_3D = {
+    "image_model": "hunyuan3d2", "in_channels": 64, "context_in_dim": WIDTH, "hidden_size": 128, "mlp_ratio": 4.0,
+    "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": False,
+}  # fmt: skip
+AURA = {"dim": 128, "n_layers": 4, "n_double_layers": 2, "n_heads": 4, "global_conddim": 128, "cond_seq_dim": WIDTH,
+        "max_seq": 1024}  # fmt: skip
+ACE = {
+    "audio_model": "ace", "attention_head_dim": 32, "in_channels": 8, "inner_dim": 128, "max_height": 16,
+    "max_position": 32768, "max_width": 32768, "mlp_ratio": 2.5, "num_attention_heads": 4, "num_layers": 2,
+    "out_channels": 8, "patch_size": [16, 1], "rope_theta": 1e6, "speaker_embedding_dim": 512,
+    "text_embedding_dim": WIDTH, "ssl_encoder_depths": [1, 1], "ssl_latent_dims": [64, 64],
+    "ssl_names": ["mert", "m-hubert"], "lyric_encoder_vocab_size": 100, "lyric_hidden_size": 1024,
+}  # fmt: skip
+ACE15 = {
+    "audio_model": "ace1.5", "hidden_size": 128, "text_hidden_dim": WIDTH, "num_dit_layers": 4, "num_lyric_layers": 2,
+    "num_timbre_layers": 2, "num_tokenizer_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+    "intermediate_size": 256, "fsq_dim": 128, "encoder_hidden_size": 128, "encoder_intermediate_size": 256,
+    "encoder_num_heads": 4,
+}  # fmt: skip
+
+SEEN = Vision(257, 1280)
+REFERENCE = {"reference_latents": lambda at: [random(1, 16, at.width, at.height)]}
+STILL_REFERENCE = {"reference_latents": lambda at: [random(1, 16, 1, at.width, at.height)]}
+DEPENDS = "what it computes depends on values"
+
+WITHOUT_POOLED = {"guidance_embed": False, "vec_in_dim": None, "txt_ids_dims": [1, 2]}
+
+TABLE = (
+    Architecture("HiDream O1", "HiDreamO1", HIDREAM_O1, image(3, 8),
+                 extra={"text_input_ids": lambda at: torch.arange(at.tokens).unsqueeze(0)},
+                 reason="an argument of type function"),
+    Architecture("Ovis-Image", "FluxSchnell", FLUX | WITHOUT_POOLED | {"yak_mlp": True, "txt_norm": True}, image(16)),
+    Architecture("LongCat-Image", "LongCatImage", FLUX | WITHOUT_POOLED, image(16)),
+    Architecture("Flux Fill", "FluxInpaint", FLUX | {"in_channels": 96}, image(16), pooled=WIDTH),
+    Architecture("HunyuanImage 2.1", "HunyuanImage21", HUNYUAN | {
+        "in_channels": 64, "out_channels": 64, "patch_size": [1, 1], "axes_dim": [16, 16], "vec_in_dim": None,
+        "byt5": True, "guidance_embed": False}, image(64),
+        extra={"conditioning_byt5small": lambda at: random(1, at.tokens // 2, 1472)}),
+    Architecture("Wan Fun Control", "WAN21_FunControl2V", WAN | {"model_type": "i2v", "in_dim": 48}, video(16),
+                 extra={"clip_vision_output": SEEN}),
+    Architecture("Wan Fun Camera", "WAN21_Camera", WAN | {"model_type": "camera", "in_dim": 32}, video(16), extra={
+        "clip_vision_output": SEEN,
+        "camera_conditions": lambda at: random(1, 24, at.frames, at.height * 8, at.width * 8)}),
+    Architecture("Wan SCAIL", "WAN21_SCAIL", WAN | {"model_type": "scail", "in_dim": 20}, video(16),
+                 extra={"clip_vision_output": SEEN}),
+    Architecture("Cosmos 1", "CosmosT2V", COSMOS_1, video(16)),
+    Architecture("Cosmos Predict 2, image to video", "CosmosI2VPredict2", COSMOS | {"in_channels": 17}, video(16)),
+    Architecture("Kandinsky 5, image", "Kandinsky5Image", KANDINSKY | {"visual_embed_dim": 64}, image(16),
+                 pooled=WIDTH),
+    Architecture("FLUX.2 dev, Klein", "Flux2", FLUX2, image(128)),
+    Architecture("FLUX.2 with a reference", "Flux2", FLUX2, image(128),
+                 extra={"reference_latents": lambda at: [random(1, 128, at.width, at.height)]}),
+    Architecture("Krea 2", "Krea2", KREA, still(16), text=128),
+    Architecture("Krea 2 with a reference", "Krea2", KREA, still(16), text=128, extra=STILL_REFERENCE),
+    Architecture("Z-Image", "ZImage", Z_IMAGE, image(16)),
+    Architecture("Qwen-Image", "QwenImage", QWEN, still(16)),
+    Architecture("Qwen-Image-Edit 2511", "QwenImage", QWEN | {"default_ref_method": "index_timestep_zero"}, still(16),
+                 extra=STILL_REFERENCE),
+    Architecture("Wan 2.1 and 2.2 14B, text to video", "WAN21_T2V", WAN, video(16)),
+    Architecture("Wan 2.1, image to video", "WAN21_I2V", WAN | {"model_type": "i2v", "in_dim": 36}, video(16), extra={
+        "clip_vision_output": SEEN,
+        "concat_latent_image": lambda at: random(1, 16, at.frames, at.height, at.width),
+        "concat_mask": lambda at: torch.ones(1, 1, at.frames, at.height, at.width)}),
+    Architecture("Wan 2.2 5B", "WAN22_T2V", WAN | {"in_dim": 48, "out_dim": 48}, video(48)),
+    Architecture("Wan VACE", "WAN21_Vace", WAN | {"model_type": "vace", "vace_layers": 2, "vace_in_dim": 96},
+                 video(16)),
+    Architecture("Wan 2.2 Animate", "WAN22_Animate", WAN | {"model_type": "animate", "in_dim": 36, "num_layers": 6},
+                 video(16), extra={
+                     "clip_vision_output": SEEN,
+                     "pose_video_latent": lambda at: random(1, 16, at.frames - 1, at.height, at.width)}),
+    Architecture("Wan 2.2 S2V", "WAN22_S2V",
+                 WAN | {"model_type": "s2v", "audio_dim": WIDTH, "audio_inject_layers": [0]}, video(16),
+                 extra={"audio_embed": lambda at: random(1, 25, WIDTH, at.frames * 4)}),
+    Architecture("HuMo", "WAN21_HuMo", WAN | {"model_type": "humo", "in_dim": 36}, video(16),
+                 extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}),
+    Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
+    Architecture("HunyuanVideo", "HunyuanVideo", HUNYUAN, video(16), pooled=WIDTH),
+    Architecture("HunyuanVideo, image to video", "HunyuanVideoI2V", HUNYUAN | {"in_channels": 33}, video(16),
+                 pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0),
+    Architecture("HunyuanVideo 1.5", "HunyuanVideo15", HUNYUAN | {
+        "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "byt5": True,
+        "use_cond_type_embedding": True, "vision_in_dim": WIDTH, "guidance_embed": False, "meanflow_sum": True},
+        video(32), pooled=WIDTH, extra={
+            "conditioning_byt5small": lambda at: random(1, at.tokens // 2, 1472),
+            "clip_vision_output": Vision(9, WIDTH)}),
+    Architecture("Flux dev", "Flux", FLUX, image(16), pooled=WIDTH),
+    Architecture("Flux Kontext", "Flux", FLUX, image(16), pooled=WIDTH, extra=REFERENCE),
+    Architecture("Flux schnell", "FluxSchnell", FLUX | {"guidance_embed": False}, image(16), pooled=WIDTH),
+    Architecture("Chroma", "Chroma", CHROMA, image(16)),
+    Architecture("Chroma Radiance", "ChromaRadiance", RADIANCE, image(3, 8)),
+    Architecture("SD3", "SD3", SD3, image(16), pooled=WIDTH),
+    Architecture("SD3.5 medium", "SD3", SD3 | {"qk_norm": "rms", "x_block_self_attn_layers": [0]}, image(16),
+                 pooled=WIDTH),
+    Architecture("Lumina 2", "Lumina2", LUMINA, image(16)),
+    Architecture("Anima", "Anima", COSMOS | {"image_model": "anima", "crossattn_emb_channels": 1024}, still(16),
+                 text=1024, extra={"t5xxl_ids": lambda at: torch.arange(at.tokens),
+                                   "t5xxl_weights": lambda at: torch.ones(at.tokens)}),
+    Architecture("Cosmos Predict 2", "CosmosT2IPredict2", COSMOS, video(16)),
+    Architecture("Kandinsky 5", "Kandinsky5", KANDINSKY, video(16), pooled=WIDTH),
+    Architecture("OmniGen 2", "Omnigen2", OMNIGEN, image(16), extra={"attention_mask": mask()}),
+    Architecture("OmniGen 2 with a reference", "Omnigen2", OMNIGEN, image(16),
+                 extra={"attention_mask": mask(), **REFERENCE}),
+    Architecture("Boogu", "Boogu", BOOGU, image(16), extra={"attention_mask": mask()}),
+    Architecture("ERNIE-Image", "ErnieImage", ERNIE, image(128)),
+    Architecture("Mage Flow", "MageFlow", MAGE, image(128)),
+    Architecture("JoyImage", "JoyImage", JOY, still(16)),
+    Architecture("Lens", "Lens", LENS, image(128)),
+    Architecture("CogVideoX", "CogVideoX_T2V", COG, video(16), tokens=226),
+    Architecture("PixArt Sigma", "PixArtSigma", PIXART, image(4, 4)),
+    Architecture("Hunyuan-DiT", "HunyuanDiT", HUNYUAN_DIT, image(4), tokens=77, extra={
+        "attention_mask": mask(77), "conditioning_mt5xl": random(1, 256, WIDTH),
+        "attention_mask_mt5xl": torch.ones(1, 256)}),
+    Architecture("AuraFlow", "AuraFlow", AURA, image(4)),
+    Architecture("Hunyuan3D 2", "Hunyuan3Dv2", HUNYUAN_3D, sound(64, 8)),
+    Architecture("ACE-Step", "ACEStep", ACE, lambda at: torch.zeros(at.batch, 8, 16, at.width * 4),
+                 extra={"conditioning_lyrics": lambda at: torch.arange(at.tokens).unsqueeze(0)}),
+    Architecture("ACE-Step 1.5", "ACEStep15", ACE15, sound(64, 10),
+                 extra={"conditioning_lyrics": lambda at: random(1, at.tokens, WIDTH)}, reason=DEPENDS),
+    Architecture("HiDream", "HiDream", HIDREAM, image(16), pooled=WIDTH,
+                 extra={"conditioning_llama3": lambda at: random(1, 4, at.tokens, WIDTH)}, reason=DEPENDS),
+)  # fmt: skip
+
+ELSEWHERE = {
+    "a UNet as other tests sample it": (
+        "LotusD", "Stable_Zero123", "SD15_instructpix2pix", "SD15", "SD20", "SD21UnclipL", "SD21UnclipH", "SDXL",
+        "SDXL_instructpix2pix", "SDXLRefiner", "SSD1B", "KOALA_700M", "KOALA_1B", "Segmind_Vega", "SD_X4Upscaler",
+        "SV3D_u", "SV3D_p", "SVD_img2vid"),
+    "the network of a row above, in another configuration": (
+        "PixArtAlpha", "HunyuanDiT1", "HunyuanVideo15_SR_Distilled", "HunyuanImage21Refiner",
+        "HunyuanVideoSkyreelsI2V", "CosmosI2V", "CogVideoX_Inpaint", "CogVideoX_I2V", "ZImagePixelSpace",
+        "WAN21_CausalAR_T2V", "WAN22_Camera", "WAN_Animate2", "WAN21_FlowRVS", "WAN21_SCAIL2", "WAN22_WanDancer",
+        "Hunyuan3Dv2mini", "Hunyuan3Dv2_1"),
+    "compiled when it was tried, and too slow for a test: its text is 53248 wide": ("Ideogram4",),
+    "uncompiled: its blocks are given an object of their own class (CompressedTimestep)": ("LTXAV",),
+    "not tried": (
+        "Stable_Cascade_C", "Stable_Cascade_B", "StableAudio", "StableAudio3",
+        "MiniMaxH3", "GenmoMochi", "PiD", "PixelDiTT2I", "TripoSplat",
+        "SeedVR2", "MiniMaxMusic3", "Trellis2"),
+    "no model that is sampled": ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"),
+}  # fmt: skip
+"""Classes without a row, by the reason."""

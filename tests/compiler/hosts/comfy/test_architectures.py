@@ -1,0 +1,56 @@
+"""Every architecture in the table is compiled whole, and once for all sizes; or says why it is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import comfy.supported_models
+import pytest
+import torch
+from architectures import ELSEWHERE, TABLE, At
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.hosts.comfy import compile as host
+
+FIRST, OTHER = At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)
+BATCH = At(2, 3, 16, 24, 20)
+BOUND = 1e-5
+
+
+@pytest.mark.parametrize("architecture", TABLE, ids=lambda architecture: architecture.name)
+def test_architecture(architecture, registry):
+    if not hasattr(comfy.supported_models, architecture.cls):
+        pytest.skip(f"this ComfyUI has no {architecture.cls}")
+    plain = architecture.patcher()
+    expected = {at: architecture.sample(plain, at) for at in (FIRST, OTHER, BATCH)}
+    # A model of its own: sampling plainly first may leave something behind.
+    ours, text = host.compile_model(architecture.patcher(), host.Request("eager", verify=False))
+    counters = ours.object_patches["diffusion_model.forward"].compiled.counters
+    assert _error(architecture.sample(ours, FIRST), expected[FIRST]) < BOUND, text
+    if architecture.reason:
+        assert sum(counters.eager_calls.values()) == counters.calls
+        assert any(architecture.reason in str(reason) for reason in counters.eager_calls)
+        return
+    with totals.expect(compiles=0, retired=0):
+        for at in (OTHER, BATCH):
+            assert _error(architecture.sample(ours, at), expected[at]) < BOUND
+    assert counters.calls > 0
+    assert counters.eager_calls == {}
+
+
+def test_every_class_has_a_row_or_a_reason_to_have_none():
+    named = {row.cls for row in TABLE} | {name for names in ELSEWHERE.values() for name in names}
+    assert {cls.__name__ for cls in comfy.supported_models.models} <= named
+
+
+def test_the_page_about_compatibility_has_the_same_rows():
+    page = (Path(__file__).parents[4] / "docs" / "compatibility.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("## Models")[2].partition("\n## ")[0], re.M))
+    assert {row.name: not row.reason for row in TABLE} == {
+        name: cell == "100" for name, cell in rows.items() if name in {row.name for row in TABLE}
+    }
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert torch.isfinite(theirs).all()
+    return ((ours - theirs).norm() / theirs.norm()).item()
