@@ -21,6 +21,8 @@ from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
+TOKENS = "num_tokens"
+"""Lumina 2 and OmniGen 2 are told how many tokens of the text to use."""
 
 
 def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
@@ -71,6 +73,8 @@ def _call_resized(
             shape[1:] = [others.get(side, side) for side in shape[1:]]
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
+    if tokens is not None and kwargs.get(TOKENS) == tokens:
+        kwargs[TOKENS] = sizes.tokens
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
     if method == "forward":
         weightless(*args, **kwargs)  # with hooks, unlike the method

@@ -6,6 +6,7 @@ is skipped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -84,17 +85,30 @@ class Architecture:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What else conditioning holds: values, or functions of the sizes."""
     cfg: float = 4.0
+    since: str = ""
+    """A class that came into ComfyUI no later than what this row samples."""
     reason: str = ""
     """Why it runs uncompiled, if it does."""
 
     def patcher(self) -> Any:
         """Return a fresh patcher with random weights, the same ones each time."""
-        config = getattr(comfy.supported_models, self.cls)(dict(self.config))
-        config.set_inference_dtype(torch.float32, None)
-        model = config.get_model({}, "", device=CPU).eval()
+        model = self._model(dict(self.config)).eval()
         _fill(model.diffusion_model)
         cls = getattr(comfy.model_patcher, "CoreModelPatcher", comfy.model_patcher.ModelPatcher)
         return cls(model, load_device=CPU, offload_device=CPU)
+
+    def _model(self, settings: dict[str, Any]) -> Any:
+        """Make the model. An older ComfyUI knows fewer settings."""
+        config = getattr(comfy.supported_models, self.cls)(dict(settings))
+        config.set_inference_dtype(torch.float32, None)
+        try:
+            return config.get_model({}, "", device=CPU)
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or unknown[1] not in settings:
+                raise
+            del settings[unknown[1]]
+            return self._model(settings)
 
     def sample(self, patcher: Any, at: At) -> torch.Tensor:
         """Sample one step with ComfyUI's sampler."""
@@ -297,7 +311,8 @@ TABLE = (
     Architecture("HiDream O1", "HiDreamO1", HIDREAM_O1, image(3, 8),
                  extra={"text_input_ids": lambda at: torch.arange(at.tokens).unsqueeze(0)},
                  reason="an argument of type function"),
-    Architecture("Ovis-Image", "FluxSchnell", FLUX | WITHOUT_POOLED | {"yak_mlp": True, "txt_norm": True}, image(16)),
+    Architecture("Ovis-Image", "FluxSchnell", FLUX | WITHOUT_POOLED | {"yak_mlp": True, "txt_norm": True}, image(16),
+                 since="ZImage"),
     Architecture("LongCat-Image", "LongCatImage", FLUX | WITHOUT_POOLED, image(16)),
     Architecture("Flux Fill", "FluxInpaint", FLUX | {"in_channels": 96}, image(16), pooled=WIDTH),
     Architecture("HunyuanImage 2.1", "HunyuanImage21", HUNYUAN | {
@@ -344,7 +359,7 @@ TABLE = (
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
     Architecture("HunyuanVideo", "HunyuanVideo", HUNYUAN, video(16), pooled=WIDTH),
     Architecture("HunyuanVideo, image to video", "HunyuanVideoI2V", HUNYUAN | {"in_channels": 33}, video(16),
-                 pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0),
+                 pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0, since="ZImage"),
     Architecture("HunyuanVideo 1.5", "HunyuanVideo15", HUNYUAN | {
         "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "byt5": True,
         "use_cond_type_embedding": True, "vision_in_dim": WIDTH, "guidance_embed": False, "meanflow_sum": True},
@@ -354,12 +369,12 @@ TABLE = (
     Architecture("Flux dev", "Flux", FLUX, image(16), pooled=WIDTH),
     Architecture("Flux Kontext", "Flux", FLUX, image(16), pooled=WIDTH, extra=REFERENCE),
     Architecture("Flux schnell", "FluxSchnell", FLUX | {"guidance_embed": False}, image(16), pooled=WIDTH),
-    Architecture("Chroma", "Chroma", CHROMA, image(16)),
-    Architecture("Chroma Radiance", "ChromaRadiance", RADIANCE, image(3, 8)),
+    Architecture("Chroma", "Chroma", CHROMA, image(16), since="ZImage"),
+    Architecture("Chroma Radiance", "ChromaRadiance", RADIANCE, image(3, 8), since="ZImage"),
     Architecture("SD3", "SD3", SD3, image(16), pooled=WIDTH),
     Architecture("SD3.5 medium", "SD3", SD3 | {"qk_norm": "rms", "x_block_self_attn_layers": [0]}, image(16),
                  pooled=WIDTH),
-    Architecture("Lumina 2", "Lumina2", LUMINA, image(16)),
+    Architecture("Lumina 2", "Lumina2", LUMINA, image(16), since="ZImage"),
     Architecture("Anima", "Anima", COSMOS | {"image_model": "anima", "crossattn_emb_channels": 1024}, still(16),
                  text=1024, extra={"t5xxl_ids": lambda at: torch.arange(at.tokens),
                                    "t5xxl_weights": lambda at: torch.ones(at.tokens)}),

@@ -19,8 +19,9 @@ BOUND = 1e-5
 
 @pytest.mark.parametrize("architecture", TABLE, ids=lambda architecture: architecture.name)
 def test_architecture(architecture, registry):
-    if not hasattr(comfy.supported_models, architecture.cls):
-        pytest.skip(f"this ComfyUI has no {architecture.cls}")
+    for cls in (architecture.cls, architecture.since or architecture.cls):
+        if not hasattr(comfy.supported_models, cls):
+            pytest.skip(f"this ComfyUI has no {cls}")
     plain = architecture.patcher()
     expected = {at: architecture.sample(plain, at) for at in (FIRST, OTHER, BATCH)}
     # A model of its own: sampling plainly first may leave something behind.
