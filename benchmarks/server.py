@@ -1,6 +1,6 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
-    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] RUN ...
+    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] RUN ...
 
 A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). A
 format after the model quantises its blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if
@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its first prompt")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="*")
@@ -67,6 +69,7 @@ def measure(options: argparse.Namespace, text: str, model: str, ways: list[str],
         arguments += ["--front-end-root", str(front)]
     try:
         with ComfyServer(str(options.comfyui), options.home, tuple(arguments)) as server:
+            time.sleep(options.pause)
             for way in ways:
                 row = {"run": text, "way": way, **prompts(options, server, model, way)}
                 print(json.dumps(row), flush=True)
