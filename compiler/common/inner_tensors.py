@@ -29,6 +29,11 @@ class InnerTensors:
     """The weight, if the tensors are new at each look and only share its memory."""
 
     @property
+    def is_the_weight(self) -> bool:
+        """Whether this is the weight itself. A region with it is the same as one with a weight of a plain class."""
+        return self.names == ("",)
+
+    @property
     def form(self) -> tuple[Any, ...]:
         """The layout, with the dtype and shape of each tensor."""
         return self.layout, *((tensor.dtype, tensor.shape) for tensor in self.tensors)

@@ -199,8 +199,8 @@ class Describer:
             inner = self._host.inner_tensors(weight)
         except Unsupported:  # the region is eager for that reason
             return form
-        if inner is None:
-            return [*form, _stride(weight, is_arranged)]
+        if inner is None or inner.is_the_weight:
+            return [*form, _stride(weight if inner is None else inner.tensors[0], is_arranged)]
         forms = [[n, list(t.shape), str(t.dtype)] for n, t in zip(inner.names, inner.tensors, strict=True)]
         return [*form, values.describe(inner.layout, name), forms]
 

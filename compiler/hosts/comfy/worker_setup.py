@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,22 +19,42 @@ from . import comfy_compat
 
 def setup(backend: str, device: torch.device) -> Setup:
     """Return what a worker process needs to be like this ComfyUI: its modules, and the options it was started with."""
-    values = comfy_compat.start_options()
-    return Setup(
-        tuple(sys.path),
-        "hosts.comfy.worker_setup:make_host",
-        pickle.dumps({name: value for name, value in values.items() if _travels(value)}),
-        backend,
-        str(device),
-    )
+    options = {name: value for name, value in comfy_compat.start_options().items() if _travels(value)}
+    given = pickle.dumps(Given(options, packages_of_extensions()))
+    return Setup(tuple(sys.path), "hosts.comfy.worker_setup:make_host", given, backend, str(device))
 
 
-def make_host(values: dict[str, Any]) -> Host:
-    """Import ComfyUI with these options: they decide which functions its blocks call."""
-    comfy_compat.set_start_options(values)
+@dataclass(frozen=True)
+class Given:
+    """What a worker process is told about this ComfyUI."""
+
+    options: dict[str, Any]
+    """Those it was started with: they decide which functions its blocks call."""
+    packages: dict[str, list[str]]
+    """By name: the folders of extensions' packages."""
+
+
+def make_host(given: Given) -> Host:
+    """Import ComfyUI, and have extensions' modules found."""
+    comfy_compat.set_start_options(given.options)
+    adopt(given.packages)
     from .rules.host import HOST
 
     return HOST
+
+
+def packages_of_extensions() -> dict[str, list[str]]:
+    """Return the packages that ComfyUI has loaded under their path as a name: no import finds those by it."""
+    packages = [(name, module) for name, module in list(sys.modules.items()) if os.sep in name and "." not in name]
+    return {name: list(module.__path__) for name, module in packages if hasattr(module, "__path__")}
+
+
+def adopt(packages: Mapping[str, list[str]]) -> None:
+    """Have modules of packages found by their names. What a package itself does when it is loaded is not done."""
+    for name, folders in packages.items():
+        package = ModuleType(name)
+        package.__path__ = folders
+        sys.modules.setdefault(name, package)
 
 
 def _travels(value: Any) -> bool:

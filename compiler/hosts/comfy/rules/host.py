@@ -59,6 +59,7 @@ class ComfyHost(Host):
     volatile_attributes = weight_hooks | {
         FORCE_CAST,
         "last_z_shape",  # a VAE's decoder of 2024 notes what it was last called with
+        "largest_layer",  # ComfyUI-GGUF marks one layer, to estimate memory by it
         # `ModelPatcher.load` marks the layers of extensions, too.
         "comfy_cast_weights",
         "prev_comfy_cast_weights",

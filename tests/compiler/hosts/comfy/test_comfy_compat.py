@@ -81,7 +81,7 @@ def test_a_module_without_a_name_costs_what_it_was_for(name, load, sample, regis
         take_away(patch, name)
         assert comfy_compat.find(name) is None
         ours, text = compiled(model)
-        worker_setup.make_host(comfy_compat.start_options())
+        worker_setup.make_host(worker_setup.Given(comfy_compat.start_options(), {}))
         assert process._default_folder()
         if has_server:
             assert doctor_facts.running().store

@@ -6,15 +6,18 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
+from compiled_graphs.compiler.compile_cache.worker_pool import Workers
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install
+from compiled_graphs.compiler.hosts.comfy import install, synthetic_calls, worker_setup
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.regions import find_regions
+from compiled_graphs.compiler.tracing.shape_discovery import discover_requests
 from gguf_double import GGMLLinear, GGMLTensor, Type
 from recorders import repeat
 from torch import nn
 
+CPU = torch.device("cpu")
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-3
 SIZES = ({}, {"height": 16, "width": 8}, {"batch": 2, "tokens": 154})
 
@@ -102,6 +105,21 @@ def test_weights_that_are_moved_are_read_where_they_are(gguf, sample, registry):
         layer.weight.data = moved
     with totals.expect(compiles=0, retired=0):
         assert_images(sample, ours, model)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    workers = Workers(worker_setup.setup, HOST, count=1)
+    yield workers
+    workers.stop()
+
+
+def test_a_worker_process_makes_the_graph_of_a_gguf_model(gguf, workers):
+    network = gguf(Type.Q8_0).model.diffusion_model
+    region = find_regions(network)[0]
+    call = synthetic_calls.SamplingCall(gguf(Type.Q8_0), HOST)
+    (request, *_) = discover_requests(network, {region: fingerprint(region.module, HOST)}, CPU, HOST, call)
+    workers.compile(request, "eager")  # raises WorkerError if it is another block there
 
 
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.F16])
