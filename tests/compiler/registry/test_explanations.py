@@ -12,14 +12,14 @@ from compiled_graphs.compiler.registry.explanations import EXPLANATIONS, explain
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def listed_in_readme() -> list[str]:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## What stays uncompiled, and why")[1]
-    firsts = [line.split("|")[1] for line in table.split("\n## ")[0].splitlines() if line.startswith("| `")]
+def listed() -> list[str]:
+    page = (ROOT / "docs" / "fallbacks.md").read_text(encoding="utf-8")
+    firsts = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     return [note for first in firsts for note in re.findall("`([^`]+)`", first)]
 
 
 def codes_of(note: str) -> list[ReasonCode]:
-    """Return the codes whose note begins with a note of the README, or the other way round."""
+    """Return the codes whose note begins with a note of docs/fallbacks.md, or the other way round."""
     beginnings = {code: code.value.split("{}")[0].strip() for code in ReasonCode}
     return [code for code, text in beginnings.items() if text and (note.startswith(text) or text.startswith(note))]
 
@@ -33,9 +33,9 @@ def test_every_code_is_explained_in_both_languages(code):
     assert chinese.endswith("。")
 
 
-def test_the_readmes_reasons_exist():
-    assert len(listed_in_readme()) > 8
-    assert [note for note in listed_in_readme() if not codes_of(note)] == []
+def test_the_pages_reasons_exist():
+    assert len(listed()) > 8
+    assert [note for note in listed() if not codes_of(note)] == []
 
 
 def test_notes_tell_codes_apart():
