@@ -8,6 +8,7 @@ from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.common.tensor_slots import tensor_slots
 from compiled_graphs.compiler.tracing import decompositions as gpu_functions
+from compiled_graphs.compiler.tracing import export as export_module
 from compiled_graphs.compiler.tracing.decompositions import cat_by_tokens
 from compiled_graphs.compiler.tracing.export import _index_limits, export_region
 from networks import (
@@ -102,6 +103,12 @@ def test_gpu_graph_refuses_tensors_beyond_32_bit_indices():
         size = shapes((batch, 8, height, side), (batch, 12))
         assert exported.spec.fits(size)
         assert spec.fits(size) == fits
+
+
+def test_a_graph_that_does_not_fit_its_own_example_is_refused(monkeypatch):
+    monkeypatch.setattr(export_module, "_guards", lambda inputs: ("1 < 0",))
+    with pytest.raises(Unsupported, match="sizes outside"):
+        export(ConvolutionNetwork())
 
 
 @pytest.mark.parametrize(("network", "mutated"), [(StreamNetwork(), (0,)), (transformer(), ())])
