@@ -31,9 +31,9 @@ BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 STEPS = int(os.environ.get("COMPILED_GRAPHS_STEPS", "1"))
 BACKEND = os.environ.get("COMPILED_GRAPHS_BACKEND", "eager")
 CELLS = [(column, row) for column in COLUMNS for row in ROWS if column in row.columns]
-LIMITS = (
-    frozenset() if "_override" in inspect.getsource(attention) else {"sizes outside of what the graph was traced for"}
-)
+LIMITS = frozenset()
+if "_override" not in inspect.getsource(attention):
+    LIMITS = {"sizes outside of what the graph was traced for", "what it computes depends on values"}
 """Where attention cannot be an operator, a CPU's is traced with the sizes of its chunks."""
 COVERAGE: dict[str, dict[str, float]] = {}
 
