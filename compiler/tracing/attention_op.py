@@ -8,6 +8,7 @@ free memory would become a limit on every later call.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -24,12 +25,21 @@ _SCHEMA = (
 )
 
 
-@lru_cache(maxsize=1)
+_registering = threading.Lock()
+
+
 def register_operator() -> None:
     """Define `torch.ops.compiled_graphs.attention`, unless another copy of this package did.
 
-    Call this before a graph that uses it is traced, loaded or called.
+    Call this before a graph that uses it is traced, loaded or called. A thread that loads graphs may call it while
+    another one traces, and an operator that is defined in part would run on tensors without data.
     """
+    with _registering:
+        _register()
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
     if hasattr(torch.ops.compiled_graphs, "attention"):
         return
     torch.library.define("compiled_graphs::attention", _SCHEMA.removeprefix("attention"))
