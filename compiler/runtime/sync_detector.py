@@ -1,7 +1,7 @@
 """Detects whether a call syncs with the GPU (waits for it), which a CUDA graph cannot do.
 
-It also notes operators of other libraries that the host does not know to be safe in a capture. What their kernels'
-callers do inside (allocate, wait) is not seen from here.
+It also notes operators that the host does not know to be safe in a capture. Those of other libraries may allocate or
+wait where it cannot be seen.
 
 The detector watches an ordinary call before the capture of a similar one. If CUDA itself met the sync, it would abort
 the capture, and with CUDA's asynchronous allocator that ends the process: memory that was allocated in an aborted

@@ -8,15 +8,14 @@ free memory would become a limit on every later call.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ..identity.memory_format import CHANNELS_LAST
 from .by_name import can_find, function_named
+from .once import once
 
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
 _SCHEMA = (
@@ -25,21 +24,12 @@ _SCHEMA = (
 )
 
 
-_registering = threading.Lock()
-
-
+@once
 def register_operator() -> None:
     """Define `torch.ops.compiled_graphs.attention`, unless another copy of this package did.
 
-    Call this before a graph that uses it is traced, loaded or called. A thread that loads graphs may call it while
-    another one traces, and an operator that is defined in part would run on tensors without data.
+    Call this before a graph that uses it is traced, loaded or called.
     """
-    with _registering:
-        _register()
-
-
-@lru_cache(maxsize=1)
-def _register() -> None:
     if hasattr(torch.ops.compiled_graphs, "attention"):
         return
     torch.library.define("compiled_graphs::attention", _SCHEMA.removeprefix("attention"))

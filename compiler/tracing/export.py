@@ -114,13 +114,13 @@ def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
     Works on fake tensors: it allocates nothing and does not use the device. Raises Unsupported, with a
     reason for people, if the region cannot be a pure function. Other errors come from tracing itself.
     """
-    exported = _exported_somehow(request, host)
+    exported = _exported_with_fallback(request, host)
     if not exported.spec.fits(request.hints):  # more values than a GPU's kernels can count
         raise Unsupported(ReasonCode.SIZES_OUTSIDE)
     return exported
 
 
-def _exported_somehow(request: GraphRequest, host: Host) -> ExportedRegion:
+def _exported_with_fallback(request: GraphRequest, host: Host) -> ExportedRegion:
     try:
         return _exported(request, host, ForGPUs)
     except Unsupported:

@@ -6,17 +6,17 @@ Libraries choose a kernel for the GPU inside such a function, and hand the kerne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .by_name import decode, encode, function_named
+from .once import once
 
 _SCHEMA = "(str function, str[] names, str constants, Tensor[] tensors, SymInt[] shape, ScalarType dtype) -> Tensor"
 
 
-@lru_cache(maxsize=1)
+@once
 def register_operator() -> None:
     """Define `torch.ops.compiled_graphs.call_by_name`, unless another copy of this package did.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ..common.host import PatchCall
 from ..common.reason import ReasonCode, ReasonedError, Unsupported
 from ..identity.context_options import Unknown
 from .by_name import decode, encode
+from .once import once
 
 _REPLACEMENT = "(str hook, str constants, Tensor q, Tensor k, Tensor v) -> Tensor"
 _OUTPUT = "(str hook, str constants, Tensor x) -> Tensor"
@@ -38,7 +38,7 @@ class PatchFailed(Exception):
         self.error = error
 
 
-@lru_cache(maxsize=1)
+@once
 def register_operators() -> None:
     """Define the operators of `torch.ops.compiled_graphs`, unless another copy of this package did.
 

@@ -33,7 +33,10 @@ BACKEND = os.environ.get("COMPILED_GRAPHS_BACKEND", "eager")
 CELLS = [(column, row) for column in COLUMNS for row in ROWS if column in row.columns]
 LIMITS = frozenset()
 if "_override" not in inspect.getsource(attention):
-    LIMITS = {"sizes outside of what the graph was traced for", "what it computes depends on values"}
+    LIMITS = {
+        "sizes outside of what the graph was traced for",
+        "what it computes depends on values (aten._local_scalar_dense.default)",
+    }
 """Where attention cannot be an operator, a CPU's is traced with the sizes of its chunks."""
 COVERAGE: dict[str, dict[str, float]] = {}
 
