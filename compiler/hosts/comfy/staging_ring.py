@@ -19,6 +19,7 @@ from torch import nn
 
 from ...common.host import Host
 from . import comfy_compat, vbar_places
+from .kept_weights import KeptWeights
 from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS
 
 AHEAD_BYTES = 256 * 2**20
@@ -69,23 +70,28 @@ class StagingRing:
         if not largest or not is_fit:
             self._free()
 
-    def stage(self, layers: Sequence[nn.Module], host: Host) -> Staging:
+    def stage(self, layers: Sequence[nn.Module], host: Host, kept: KeptWeights) -> Staging:
         """Begin to copy the weights of layers that have no room in their pages, and say which layers are left.
 
         Left are those with room, with LoRAs, in another dtype than the layer's code gets, and not in pinned memory.
+        Weights that are to stay are copied to memory of their own, whether their pages have room or not.
         """
         staging = Staging(self._device)
         for layer in layers:
+            if (found := kept.find(layer)) is not None:
+                staging.weights[id(vars(layer))] = found
+                continue
             pinned = _pinned_bytes(layer, host) if self._is_open else None
-            memory = None if pinned is None or has_room(layer) else self._claim(pinned.nbytes, staging)
+            memory = None if pinned is None else self._place_for(layer, pinned.nbytes, staging, kept)
             if memory is None:
                 staging.left.append(layer)
                 continue
             with self._on_stream():
                 memory.copy_(pinned, non_blocking=True)
+            staging.is_copied = True
             weight, bias = _as_tensors(layer, memory)
             staging.weights[id(vars(layer))] = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
-        if staging.weights and self._stream is not None:
+        if staging.is_copied and self._stream is not None:
             staging.arrived = self._stream.record_event()
         self._largest = max(self._largest, staging.size)
         return staging
@@ -112,6 +118,19 @@ class StagingRing:
         self._head = start + size
         staging.size += size
         return memory[start : start + size]
+
+    def _place_for(self, layer: nn.Module, size: int, staging: Staging, kept: KeptWeights) -> torch.Tensor | None:
+        """Return memory for a layer's bytes: of their own if they are to stay, and else in the ring; None for neither."""
+        memory = kept.memory(layer, size, self._device)
+        if memory is not None:
+            staging.to_keep.append(layer)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                memory.record_stream(self._stream)
+            return memory
+        memory = None if has_room(layer) else self._claim(size, staging)
+        staging.lacks_room |= memory is not None
+        return memory
 
     def _allocated(self) -> torch.Tensor | None:
         if self._memory is None:
@@ -141,7 +160,12 @@ class Staging:
         self.weights: dict[int, dict[str, Any]] = {}
         """For each layer, by the identity of its attributes."""
         self.left: list[nn.Module] = []
-        """Layers whose weights are not in the ring."""
+        """Layers whose weights come in another way."""
+        self.to_keep: list[nn.Module] = []
+        """Layers whose weights lie in memory of their own, in which they are to stay."""
+        self.lacks_room = False
+        """Whether weights are in the ring, because there was no room elsewhere."""
+        self.is_copied = False
         self.size = 0
         self.is_wanted = True
         self.arrived: torch.cuda.Event | None = None

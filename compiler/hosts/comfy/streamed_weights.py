@@ -8,7 +8,8 @@ signature that changes when the page was emptied in between. The addresses never
   filled;
 - a region's graph takes the weights from there. CUDA graphs that have their addresses stay valid for good;
 - if some are not, each region's weights come before its call, and the next region's while it runs: through a ring
-  (`staging_ring`) where they find no room in their pages, and else by ComfyUI's own functions.
+  (`staging_ring`) where they find no room in their pages, and else by ComfyUI's own functions. What memory there is
+  then holds a share of every region's weights (`kept_weights`).
 
 Layers without a place, of the low-VRAM modes, are cast by ComfyUI's function as well, one region at a time.
 """
@@ -31,6 +32,7 @@ from ...common.tensor_slots import Slot, owned_tensor_slots
 from ...common.weight_source import RESIDENT
 from ...identity.memory_format import has_layouts, stride_in
 from . import comfy_compat
+from .kept_weights import KeptWeights
 from .staging_ring import Staging, StagingRing
 from .vbar_places import (
     ARRIVED,
@@ -42,6 +44,7 @@ from .vbar_places import (
     fault,
     is_resident,
     is_same,
+    resident_bytes,
     span_of,
     unpin,
 )
@@ -94,6 +97,7 @@ class StreamedWeights:
         self._running = 0
         self._lock = threading.RLock()
         self.ring = StagingRing(device)
+        self.kept = KeptWeights()
         self.ahead = Ahead()
 
     def of(self, region: nn.Module) -> StreamedSource:
@@ -122,11 +126,13 @@ class StreamedWeights:
         self.ring.reserve(max((source.size for source in self._sources), default=0))
 
     def begin_sampling(self) -> None:
-        """Keep memory that weights pass through until `end_sampling`."""
+        """Keep weights, and memory that they pass through, until `end_sampling`."""
         self.ring.open()
+        self.kept.open()
 
     def end_sampling(self) -> None:
         """Give that memory back."""
+        self.kept.close()
         self.ring.close()
 
     @property
@@ -153,14 +159,16 @@ class StreamedWeights:
         finally:
             self.ahead.drop()
             self.ring.end_call()
-            self._fits = self._has_room is True
+            self._plan_what_stays()
             if is_held:
                 with self._lock:
                     self._running -= 1
                 unpin(self._span)
 
     def give_way(self, size: int) -> bool:
-        """After a call has run out of memory, do not hold all weights for calls of this size again."""
+        """After a call has run out of memory, do not hold as many weights for calls of this size again."""
+        if self.kept.give_way():
+            return True
         if self._span is None or (self._crowded is not None and size >= self._crowded):
             return False
         self._crowded = size
@@ -203,6 +211,20 @@ class StreamedWeights:
     def note_room(self, has_room: bool) -> None:
         """Note whether a region's weights found room in their pages."""
         self._has_room = has_room and self._has_room is not False
+
+    def _plan_what_stays(self) -> None:
+        """Leave all weights to their pages if they fit there, or spread what room there is over all regions."""
+        self._fits = self._has_room is True and self.kept.is_empty
+        if self._fits or self._has_room is None:
+            return
+        regions = [source.layers() for source in self.ahead.order()]
+        places = [vars(layer)[PLACE] for layers in regions for layer in layers if self.kept.find(layer) is None]
+        there = resident_bytes(places)
+        # A region may have found room that was taken from one before it.
+        if self._has_room and there == sum(size for _, _, size in places):
+            self._fits = self.kept.leave_to_pages()
+        else:
+            self.kept.plan(regions, there)
 
     def layers(self) -> list[nn.Module]:
         """Return the layers that have a place in the VBAR."""
@@ -263,6 +285,10 @@ class StreamedSource:
             return [t if read is None else read[0][read[1]] for t, read in zip(tensors, self._reads, strict=True)]
         return self._streamed(tensors)
 
+    def layers(self) -> list[nn.Module]:
+        """Return the region's layers that have a place in the VBAR."""
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
     @property
     def size(self) -> int:
         """The bytes of the region's streamed weights."""
@@ -277,8 +303,7 @@ class StreamedSource:
     def begin_staging(self) -> None:
         """Begin to bring the weights that have no room in their pages."""
         if self._staging is None:
-            layers = [layer for reference in self._layers if (layer := reference()) is not None]
-            self._staging = self._weights.ring.stage(layers, self._weights.host)
+            self._staging = self._weights.ring.stage(self.layers(), self._weights.host, self._weights.kept)
 
     def begin_bringing(self) -> None:
         """Begin to bring all weights."""
@@ -302,13 +327,16 @@ class StreamedSource:
             self._cast.end()
             self._cast = None
         self.begin_bringing()
-        self._weights.note_room(not self._staging.weights and self._cast.has_room)
-        found = dict(self._staging.weights)
+        self._weights.note_room(not self._staging.lacks_room and self._cast.has_room)
+        found, kept = dict(self._staging.weights), self._weights.kept
         self._staging.wait()
+        for layer in self._staging.to_keep:
+            kept.keep(layer, found[id(vars(layer))], is_own=True)
         comfy_compat.wait_for_stream(self._weights.device, self._cast.stream)
         for layer in self._cast.layers:
             weight, bias = resolve(layer, self._weights.host, self._weights.device)
-            found[id(vars(layer))] = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
+            arrived = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
+            found[id(vars(layer))] = kept.keep(layer, arrived)
         return [
             t if read is None else found[id(read[0])][read[1]] for t, read in zip(tensors, self._reads, strict=True)
         ]
@@ -388,6 +416,14 @@ class Ahead:
         self._first: weakref.ref[StreamedSource] | None = None
         self._last: StreamedSource | None = None
         self._begun: StreamedSource | None = None
+
+    def order(self) -> list[StreamedSource]:
+        """Return the regions in the order in which they asked first."""
+        found, reference = [], self._first
+        while reference is not None and (source := reference()) is not None and source not in found:
+            found.append(source)
+            reference = self._next.get(id(source))
+        return found
 
     def note(self, source: StreamedSource) -> None:
         """A region asks for its weights."""

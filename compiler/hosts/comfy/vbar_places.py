@@ -44,6 +44,20 @@ def is_resident(place: Place) -> bool:
     return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
 
 
+def resident_bytes(places: Iterable[Place]) -> int:
+    """Return the bytes of those places whose pages are all there, without asking for any. All are of one VBAR."""
+    places = list(places)
+    if not places or not hasattr(places[0][0], "get_residency"):
+        return 0
+    vbar = places[0][0]
+    flags, total = vbar.get_residency(), 0
+    for _, address, size in places:
+        first = address - vbar.base_addr
+        pages = flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)]
+        total += size if all(flag & _IN_MEMORY for flag in pages) else 0
+    return total
+
+
 def span_of(places: Iterable[Place]) -> Place | None:
     """Return the range of a VBAR that holds all of these places; None if there is none, or if they are of several."""
     places = list(places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import staging_ring, streamed_weights
+from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.staging_ring import StagingRing
 from rows import adapted, low_rank
@@ -32,8 +33,8 @@ def staged(monkeypatch):
     """The sizes of what passes through rings, in order."""
     sizes, stage = [], StagingRing.stage
 
-    def note(ring, layers, host):
-        staging = stage(ring, layers, host)
+    def note(ring, layers, host, kept):
+        staging = stage(ring, layers, host, kept)
         sizes.append(staging.size)
         return staging
 
@@ -106,15 +107,15 @@ def test_nothing_is_overwritten_that_somebody_waits_for(model, sample, registry,
     ring = StagingRing(torch.device("cpu"))
     ring.reserve(size)
     ring.open()
-    first = ring.stage(layers, HOST)
-    second = ring.stage(layers, HOST)
+    first = ring.stage(layers, HOST, KeptWeights())
+    second = ring.stage(layers, HOST, KeptWeights())
     assert not first.left
     assert second.weights, "there is room for a part of the next region"
     assert second.left, "a region was overwritten before its graph ran"
     for layer in layers:
         assert torch.equal(first.weights[id(vars(layer))]["_v_weight"], layer.weight)
     first.end()
-    third = ring.stage(layers, HOST)
+    third = ring.stage(layers, HOST, KeptWeights())
     for layer in layers:
         for staging in (second, third):
             if found := staging.weights.get(id(vars(layer))):
@@ -131,10 +132,10 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     ring = StagingRing(torch.device("cpu"))
     ring.reserve(2 * staging_ring.AHEAD_BYTES)
     ring.open()
-    ring.stage(layers[:3], HOST).end()
+    ring.stage(layers[:3], HOST, KeptWeights()).end()
     ring.end_call()
     needed = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers[:3])
-    ring.stage(layers[:3], HOST).end()
+    ring.stage(layers[:3], HOST, KeptWeights()).end()
     assert ring._memory.numel() == needed + staging_ring.AHEAD_BYTES
     ring.end_call()
     ring.end_call()
@@ -142,7 +143,7 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     ring.close()
     ring.open()
     assert ring._memory is None
-    ring.stage(layers[:3], HOST).end()
+    ring.stage(layers[:3], HOST, KeptWeights()).end()
     ring.close()
     assert ring._memory is None
     ring.open()

@@ -1,0 +1,169 @@
+"""Where weights do not fit, each block keeps the same share of them on the GPU for a sampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.hosts.comfy import kept_weights, streamed_weights
+from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights, spread
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from rows import adapted, low_rank
+from test_streamed_weights import assert_image, compiled, layers_of
+from torch import nn
+from vbar import pin, stream
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+
+
+@pytest.fixture
+def plain(load):
+    return load("tiny_sd15")
+
+
+@pytest.fixture
+def model(plain, request, load):
+    made = stream(load("tiny_sd15"), request.getfixturevalue("vbar"))
+    made.model.diffusion_model.float()
+    return made
+
+
+@pytest.fixture
+def half_full(model, plain, sample, registry, vbar):
+    """A compiled model, in pinned memory, half of whose weights fit."""
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    pin(ours)
+    vbar.evict()
+    vbar.limit = vbar.size // 2
+    return ours
+
+
+@pytest.fixture
+def kept_bytes(monkeypatch):
+    """How much was kept when each call of a network had ended."""
+    noted, end = [], streamed_weights.Ahead.drop
+
+    def note(ahead):
+        noted.append(sum(copy.weights["_v_weight"].nbytes for kept in alive for copy in kept._copies.values()))
+        end(ahead)
+
+    alive, make = [], KeptWeights.__init__
+
+    def remember(kept):
+        make(kept)
+        alive.append(kept)
+
+    monkeypatch.setattr(KeptWeights, "__init__", remember)
+    monkeypatch.setattr(streamed_weights.Ahead, "drop", note)
+    return noted
+
+
+def kept_of(model):
+    return streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).kept
+
+
+def test_a_share_of_all_weights_stays(kept_bytes, half_full, plain, sample, vbar):
+    assert_image(sample, half_full, plain, vbar, seed=1, steps=4)
+    first, *others = kept_bytes[-4:]
+    assert first == 0, "the first call tells how much room there is"
+    assert min(others) > 0.3 * vbar.size
+    assert kept_of(half_full).is_empty, "copies outlive the sampling"
+
+
+def test_the_next_sampling_keeps_them_from_its_first_call(kept_bytes, half_full, plain, sample, vbar):
+    for seed in (1, 2):
+        assert_image(sample, half_full, plain, vbar, seed=seed, steps=3)
+    assert min(kept_bytes[-3:]) > 0.3 * vbar.size
+
+
+def test_what_stays_is_copied_once(half_full, plain, sample, vbar, monkeypatch):
+    asked, memory = [], KeptWeights.memory
+    monkeypatch.setattr(KeptWeights, "memory", lambda *args: asked.append(made := memory(*args)) or made)
+    assert_image(sample, half_full, plain, vbar, seed=1, steps=5)
+    wanted = kept_of(half_full)._wanted
+    assert 0 < sum(made is not None for made in asked) <= 2 * len(wanted), "the plan may grow once"
+
+
+def test_weights_that_fit_again_are_left_to_their_pages(half_full, plain, sample, vbar):
+    assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
+    assert kept_of(half_full)._wanted
+    vbar.limit = 2 * vbar.size
+    assert_image(sample, half_full, plain, vbar, seed=2, steps=3)
+    assert not kept_of(half_full)._wanted
+
+
+def test_loras_stay_merged(half_full, plain, sample, vbar, monkeypatch):
+    """A LoRA is merged into what stays once, and into the rest at each call."""
+    merged, resolve = [], streamed_weights.resolve
+
+    def note(layer, *args, **kwargs):
+        merged.append(vars(layer)["weight_lowvram_function"] is not None)
+        return resolve(layer, *args, **kwargs)
+
+    monkeypatch.setattr(streamed_weights, "resolve", note)
+    counts = []
+    for wants in (lambda *args: False, KeptWeights.wants):
+        monkeypatch.setattr(KeptWeights, "wants", wants)
+        for strength in (1.0, 0.5):
+            merged.clear()
+            ours, theirs = adapted(low_rank)(half_full, strength), adapted(low_rank)(plain, strength)
+            assert_image(sample, ours, theirs, vbar, seed=1, steps=4)
+            counts.append(sum(merged))
+    assert counts[0] == counts[1] > 0
+    assert counts[3] < 0.75 * counts[1]
+
+
+@pytest.mark.parametrize("where", ["_empty", "_copied"])
+def test_too_little_memory_for_a_copy_keeps_fewer(where, half_full, plain, sample, vbar, monkeypatch):
+    made = []
+
+    def refuse(*args, **kwargs):
+        made.append(1)
+        raise torch.cuda.OutOfMemoryError
+
+    if where == "_copied":
+        monkeypatch.setattr(KeptWeights, "memory", lambda *args: None)
+    monkeypatch.setattr(kept_weights, where, refuse)
+    assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
+    assert len(made) == 1, "there is no second try"
+    assert kept_of(half_full)._wanted == set()
+
+
+def test_a_call_without_memory_lets_copies_go(half_full, sample, registry, vbar):
+    kept = kept_of(half_full)
+    layers = layers_of(half_full)
+    kept.open()
+    kept.plan([layers], room=sum(vars(layer)["_v"][2] for layer in layers))
+    for layer in layers:
+        kept.keep(layer, {"_v_weight": layer.weight, "_v_bias": layer.bias})
+    most = sum(layer.weight.nbytes + (0 if layer.bias is None else layer.bias.nbytes) for layer in layers) // 2
+    weights = streamed_weights.weights_of(half_full.model.diffusion_model, torch.device("cpu"), HOST)
+    assert weights.give_way(1)
+    assert kept.is_empty
+    kept.plan([layers], room=10 * most)
+    assert 0 < sum(vars(layer)["_v"][2] for layer in layers if kept.wants(layer)) <= most
+
+
+def test_a_changed_layer_has_no_copy(half_full):
+    kept, layer = kept_of(half_full), layers_of(half_full)[0]
+    kept.open()
+    kept.plan([[layer]], room=2 * vars(layer)["_v"][2])
+    for change in ("weight_lowvram_function", "weight_function"):
+        assert kept.keep(layer, {"_v_weight": layer.weight})["_v_weight"] is not layer.weight
+        assert kept.find(layer) is not None
+        setattr(layer, change, [object()])
+        assert change == "weight_function" and not kept.wants(layer) or kept.find(layer) is None
+        setattr(layer, change, None)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9, 1.0])
+def test_spread_is_even(share):
+    layers = [nn.Module() for _ in range(200)]
+    for index, layer in enumerate(layers):
+        layer._v = (None, 0, 1000 + 37 * index % 911)
+    chosen = {id(layer) for layer in spread(layers, share)}
+    for start in range(0, 200, 20):
+        part = layers[start : start + 20]
+        sizes = [layer._v[2] for layer in part]
+        kept = sum(layer._v[2] for layer in part if id(layer) in chosen)
+        assert abs(kept - share * sum(sizes)) <= 2 * max(sizes)
