@@ -88,10 +88,10 @@ class KeptWeights:
         if copy is None:
             return None
         origin = _origin(layer)
-        if len(copy.origin) != len(origin) or any(one is not other for one, other in zip(copy.origin, origin)):
-            del self._copies[id(vars(layer))]
-            return None
-        return copy.weights
+        if _lasts(layer) and all(one is other for one, other in zip(copy.origin, origin, strict=True)):
+            return copy.weights
+        del self._copies[id(vars(layer))]
+        return None
 
     def keep(self, layer: nn.Module, weights: dict[str, Any], is_own: bool = False) -> dict[str, Any]:
         """Have weights stay that have arrived, and return them; with `is_own`, their memory was made by `memory`."""

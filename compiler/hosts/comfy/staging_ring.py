@@ -120,7 +120,7 @@ class StagingRing:
         return memory[start : start + size]
 
     def _place_for(self, layer: nn.Module, size: int, staging: Staging, kept: KeptWeights) -> torch.Tensor | None:
-        """Return memory for a layer's bytes: of their own if they are to stay, and else in the ring; None for neither."""
+        """Return memory for a layer's bytes: of their own if they are to stay, and else in the ring, or None."""
         memory = kept.memory(layer, size, self._device)
         if memory is not None:
             staging.to_keep.append(layer)
