@@ -196,6 +196,10 @@ class Host:
         """Whether a CUDA graph may capture an operator, such as "aten.mul". It neither waits nor keeps memory."""
         return True
 
+    def keeps_memory_for_streams(self, operator: str) -> bool:
+        """Whether an operator allocates memory at its first run on a stream: it must run there before a capture."""
+        return False
+
     def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """Return why a CUDA graph of the network must not replay a call with these context arguments, or None.
 

@@ -21,6 +21,10 @@ import torch
 from ..common.torch_compat import can_see_syncs, clear_cublas_workspaces, end_allocate_to_pool, release_pool
 
 
+_NON_BLOCKING = 1
+"""`CU_STREAM_NON_BLOCKING`: what other threads launch on the default stream does not disturb a capture."""
+
+
 class Replayable(Protocol):
     """A call that was captured."""
 
@@ -29,8 +33,8 @@ class Replayable(Protocol):
         ...
 
 
-Capture = Callable[[Callable[[], None], Any], Replayable]
-"""Captures a call that leaves nothing behind but what it writes, into a pool of memory."""
+Capture = Callable[..., Replayable]
+"""Captures a call that leaves nothing behind but what it writes, into a pool of memory: see `capture_on_gpu`."""
 
 
 def can_capture(device: torch.device) -> bool:
@@ -43,14 +47,21 @@ def is_lent_memory(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_allocator_backend() != "native"
 
 
-def capture_on_gpu(call: Callable[[], None], pool: Any) -> Replayable:
+def capture_on_gpu(call: Callable[[], None], pool: Any, runs_first: bool = False) -> Replayable:
     """Capture a call as a CUDA graph. Raises what the call raises, or what CUDA says of code that cannot be captured.
+
+    With `runs_first`, the call has operators that keep memory for each stream. They allocate it in a run before the
+    capture. No other call ever has that stream: one that needs more would free what the graph refers to.
 
     Everything that is allocated during the capture is freed during it: with CUDA's asynchronous allocator, ComfyUI's
     default, the rest can be freed only once the graph has run, and freeing it earlier ends the process.
     """
-    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
+    graph, stream = torch.cuda.CUDAGraph(), _own_stream() if runs_first else _stream(torch.cuda.current_device())
     torch.cuda.synchronize()
+    if runs_first:
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
     _clear_workspaces()
     torch.cuda.empty_cache()  # what lies idle elsewhere cannot be worked in
     collects = gc.isenabled()
@@ -80,9 +91,9 @@ def capture_on_gpu(call: Callable[[], None], pool: Any) -> Replayable:
 def capture_within(context: Callable[[], AbstractContextManager[None]], capture: Capture = capture_on_gpu) -> Capture:
     """Return a way to capture that enters a context meanwhile, for the kernels of the network's blocks."""
 
-    def capture_in_context(call: Callable[[], None], pool: Any) -> Replayable:
+    def capture_in_context(call: Callable[[], None], pool: Any, **options: bool) -> Replayable:
         with context():
-            return capture(call, pool)
+            return capture(call, pool, **options)
 
     return capture_in_context
 
@@ -91,6 +102,17 @@ def capture_within(context: Callable[[], AbstractContextManager[None]], capture:
 def _stream(device: int) -> torch.cuda.Stream:
     """Return the stream that calls are captured on: cuBLAS keeps a workspace for every stream it has seen."""
     return torch.cuda.Stream(device)
+
+
+def _own_stream() -> torch.cuda.Stream:
+    """Return a new stream. It lasts as long as the process: kernels know it by its address.
+
+    torch's own streams come from a pool, so two captures would have the same. Raises RuntimeError without the driver.
+    """
+    handle, driver = ctypes.c_void_p(), _driver()
+    if driver is None or driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING):
+        raise RuntimeError("the driver makes no stream")
+    return torch.cuda.ExternalStream(handle.value)
 
 
 def _clear_workspaces() -> None:
@@ -122,9 +144,17 @@ def _end_failed_capture(pool: Any) -> None:
 def return_lent_memory(device: torch.device) -> None:
     """Give back what CUDA keeps for the next replay where memory is lent."""
     torch.cuda.synchronize(device)
-    with suppress(OSError, AttributeError):  # a driver that has no such call keeps none either
-        driver = ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
+    if (driver := _driver()) is None:
+        return
+    with suppress(AttributeError):  # a driver that has no such call keeps none either
         handle = ctypes.c_int()
         index = torch.cuda.current_device() if device.index is None else device.index
         driver.cuDeviceGet(ctypes.byref(handle), index)
         driver.cuDeviceGraphMemTrim(handle)
+
+
+def _driver() -> Any:
+    """Return CUDA's driver, or None."""
+    with suppress(OSError):
+        return ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
+    return None

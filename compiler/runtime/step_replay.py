@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class StepReplay:
         self._device = device
         self._weights = weights or ResidentWeights()
         self._capture = capture
+        self._runs_first = False
+        """Whether calls have operators that run on the stream of their capture before."""
         self._context = ContextArguments(type(network), host.context_arguments)
         self._strings, _ = network_code(network, host)
         self._modules = ModuleGuard(network, host, in_place=True)
@@ -245,8 +248,9 @@ class StepReplay:
 
     def _watched(self, call: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Reason | None]:
         """Make a call; return its result, and what keeps it from being captured."""
-        with SyncDetector(self._device, self._host.can_be_captured) as watch:
+        with SyncDetector(self._device, self._host) as watch:
             result = call(*args, **kwargs)
+        self._runs_first = self._runs_first or watch.runs_first
         if watch.found:
             return result, Reason(ReasonCode.WAITS_FOR_GPU, watch.found)
         return result, Reason(ReasonCode.UNSAFE_TO_CAPTURE, watch.unsafe) if watch.unsafe else None
@@ -262,8 +266,9 @@ class StepReplay:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        capture = partial(self._capture, runs_first=True) if self._runs_first else self._capture
         with device:
-            return _Captured(self._capture(fill, self._pool), own.tensors, result)
+            return _Captured(capture(fill, self._pool), own.tensors, result)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._device)

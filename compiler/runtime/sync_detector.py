@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..common.tensors import tensors_in
+from ..common.host import Host
 from ..common.torch_compat import DisableTorchFunctionSubclass, TorchDispatchMode, is_gone, to_copy
 
 _COPIES = frozenset({to_copy, torch.ops.aten.copy_})
@@ -28,14 +29,16 @@ _INDEXING = frozenset({torch.ops.aten.index, torch.ops.aten.index_put, torch.ops
 class SyncDetector(TorchDispatchMode):
     """Sync detector. While entered, it records the first operator of this thread that waits for `device`."""
 
-    def __init__(self, device: torch.device, can_be_captured: Callable[[str], bool] = lambda operator: True) -> None:
+    def __init__(self, device: torch.device, host: Host | None = None) -> None:
         super().__init__()
         self._device = device
-        self._can_be_captured = can_be_captured
+        self._host = host or Host()
         self.found = ""
         """The operator's name; empty if no operator waited."""
         self.unsafe = ""
         """The first operator that must not be captured for another reason."""
+        self.runs_first = False
+        """Whether an operator has to run on the stream of its capture before."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -46,8 +49,9 @@ class SyncDetector(TorchDispatchMode):
         name = str(getattr(function, "overloadpacket", function))
         if not self.found and _syncs(function, tensors_in((args, kwargs)), tensors_in(result), self._device):
             self.found = name
-        if not self.unsafe and not self._can_be_captured(name):
+        if not self.unsafe and not self._host.can_be_captured(name):
             self.unsafe = name
+        self.runs_first = self.runs_first or self._host.keeps_memory_for_streams(name)
         return result
 
 

@@ -22,8 +22,8 @@ from . import comfy_compat, vbar_places
 from .kept_weights import KeptWeights
 from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS
 
-AHEAD_BYTES = 256 * 2**20
-"""Room for the next region's weights: about what PCIe copies while a block of a large model runs."""
+AHEAD_BYTES = 384 * 2**20
+"""Room for the next region's weights at most: about what PCIe copies while a block of a large model runs."""
 PINNED = ("weights", "weights-loaded")
 """Where ComfyUI keeps the bytes of a layer in pinned memory (`comfy.pinned_memory`)."""
 _ALIGNMENT = 512
@@ -65,7 +65,7 @@ class StagingRing:
         """Fit the ring to what the call needed. The next one allocates it anew if that differs much."""
         largest, self._largest = self._largest, 0
         self._needed = largest or self._needed
-        size = self._needed + AHEAD_BYTES
+        size = self._wanted_size()
         is_fit = self._memory is not None and size <= self._memory.numel() <= size + AHEAD_BYTES // 2
         if not largest or not is_fit:
             self._free()
@@ -136,13 +136,16 @@ class StagingRing:
         if self._memory is None:
             try:
                 with torch.inference_mode(False):  # calls in any mode fill it
-                    self._memory = torch.empty(self._needed + AHEAD_BYTES, dtype=torch.uint8, device=self._device)
+                    self._memory = torch.empty(self._wanted_size(), dtype=torch.uint8, device=self._device)
             except torch.cuda.OutOfMemoryError:  # ComfyUI's own cast gets by with less for small layers
                 self._is_open = False
                 return None
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return self._memory
+
+    def _wanted_size(self) -> int:
+        return self._needed + min(self._needed, AHEAD_BYTES)
 
     def _free(self) -> None:
         if self._memory is not None and self._stream is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.runtime.sync_detector import SyncDetector
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -87,8 +88,26 @@ def test_code_that_leaves_a_class_of_tensors_behind_runs_as_without_it():
     assert type(still) is Bytes
 
 
+class Careful(Host):
+    """Has two operators that a capture must know of."""
+
+    def can_be_captured(self, operator):
+        return operator != "aten.mul"
+
+    def keeps_memory_for_streams(self, operator):
+        return operator == "aten.sub"
+
+
 def test_an_operator_that_is_not_known_to_be_safe_is_named():
-    with SyncDetector(torch.device("meta"), lambda operator: operator != "aten.mul") as watch:
+    with SyncDetector(torch.device("meta"), Careful()) as watch:
         torch.ones(3) * torch.ones(3) + 1
     assert watch.unsafe == "aten.mul"
     assert watch.found == ""
+    assert not watch.runs_first
+
+
+def test_an_operator_with_memory_for_each_stream_runs_first():
+    with SyncDetector(torch.device("meta"), Careful()) as watch:
+        torch.ones(3) - torch.ones(3)
+    assert watch.runs_first
+    assert not watch.unsafe
