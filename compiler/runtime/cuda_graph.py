@@ -20,7 +20,6 @@ import torch
 
 from ..common.torch_compat import can_see_syncs, clear_cublas_workspaces, end_allocate_to_pool, release_pool
 
-
 _NON_BLOCKING = 1
 """`CU_STREAM_NON_BLOCKING`: what other threads launch on the default stream does not disturb a capture."""
 

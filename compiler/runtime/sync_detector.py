@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..common.tensors import tensors_in
 from ..common.host import Host
+from ..common.tensors import tensors_in
 from ..common.torch_compat import DisableTorchFunctionSubclass, TorchDispatchMode, is_gone, to_copy
 
 _COPIES = frozenset({to_copy, torch.ops.aten.copy_})
