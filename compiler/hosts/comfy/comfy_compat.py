@@ -29,7 +29,7 @@ DTYPE_CODES = "comfy_kitchen.backends.eager.quantization.DTYPE_CODE_TO_DTYPE"
 CAPTURED_OPERATORS = ("apply_rope", "rms_", "adaln", "quantize_fp8", "dequantize_fp8")
 """How names of operators of comfy_kitchen begin that bear a capture."""
 OPERATORS_WITH_STREAMS = ("int8_linear",)
-"""The same of those that bear it once they have run on its stream: they keep memory for each (`cutlass_gemm_int8.cu`)."""
+"""The same of those that bear it once they have run on its stream: they keep memory for each stream."""
 
 PREFETCH_QUEUES = "comfy.model_prefetch.PREFETCH_QUEUES"
 """Networks of which ComfyUI brings each block's weights before it runs."""
