@@ -40,6 +40,4 @@ class CompileModel(CompileNode):
         from ..compiler.hosts.comfy.compile import compile_model
 
         background = when == inputs.IN_BACKGROUND
-        return compile_model(
-            model, replace(request, capture=cuda_graphs, background=background, low_rank=lora_branch)
-        )
+        return compile_model(model, replace(request, capture=cuda_graphs, background=background, low_rank=lora_branch))

@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,10 +21,11 @@ from torch import nn
 
 from ...common.inner_tensors import TENSOR_TYPES
 from ...common.reason import Unsupported
-from ...identity.source import read_source
 from ...tracing.low_rank import STEP, attach, detach
 from . import comfy_compat
+from .read_weights import reads_weight
 from .rules.host import HOST
+from .rules.quantized_weights import INT8_LAYOUT
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ UNPATCHED = uuid.uuid5(uuid.NAMESPACE_OID, "compiled graphs: no patches")
 """Tells ComfyUI that weights without any patch are what they were, whichever LoRAs run beside them."""
 
 _LORA = "comfy.weight_adapter.lora"
-_READS_WEIGHTS = frozenset({"weight", "linear_input_act", "cast_bias_weight"})
-"""Names in the code of a block that takes a layer's weight and does not call the layer."""
 _INPUT_SCALE = "pre_quant_scale"
 """Attribute of a quantised layer that scales its input first. A branch would get the input unscaled."""
 
@@ -294,11 +291,8 @@ def quantised_shape(network: nn.Module, region: str, path: str) -> tuple[int, in
         return None
     if getattr(layer, _INPUT_SCALE, None) is not None or not _is_quantised(weight):
         return None
-    names = path.removeprefix(region).split(".")[:-1]
-    owners = [region + ".".join(names[:count]) for count in range(1, len(names) + 1)]
-    if any(_reads_weights(type(network.get_submodule(owner))) for owner in owners):
-        return None
-    return tuple(weight.shape)
+    is_int8 = getattr(weight, "_layout_cls", None) == INT8_LAYOUT
+    return None if reads_weight(network, region, path, is_int8) else tuple(weight.shape)
 
 
 def _is_quantised(weight: torch.Tensor) -> bool:
@@ -328,14 +322,6 @@ def without_patches(patcher: Any, keys: Iterable[str]) -> Iterator[None]:
 def _region_of(path: str, regions: frozenset[str]) -> str | None:
     parts = path.split(".")
     return next((found for n in range(1, len(parts)) if (found := ".".join(parts[:n])) in regions), None)
-
-
-@lru_cache(maxsize=256)
-def _reads_weights(cls: type) -> bool:
-    """Whether code of a class reads the weights of its layers, or hands them to a function that does."""
-    sources = [read_source(base) for base in cls.__mro__[: cls.__mro__.index(nn.Module)]]
-    names = [name for source in sources for name in (*source.attributes, *chain.from_iterable(source.names))]
-    return not _READS_WEIGHTS.isdisjoint(names)
 
 
 def _weights_in(value: Any) -> Sequence[Any] | None:

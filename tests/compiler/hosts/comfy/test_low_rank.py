@@ -7,6 +7,7 @@ from functools import partial
 
 import comfy.hooks
 import comfy.lora
+import comfy.ops
 import comfy.sample
 import pytest
 import torch
@@ -379,35 +380,47 @@ def test_a_lora_beside_weights_of_gguf(kind, load, sample, registry):
     assert error(image, sample(plain, "tiny_sd15")) > 1e-3
 
 
-class Reader(torch.nn.Module):
-    """A block that takes a layer's weight, and does not call the layer."""
-
-    def __init__(self, layer):
+class Block(torch.nn.Module):
+    def __init__(self, layer, *others):
         super().__init__()
         self.layer = layer
+        self.others = torch.nn.ModuleList(others)
+
+
+class Caller(Block):
+    def forward(self, x):
+        return comfy.ops.linear_input_act(self.layer, x, "gelu_tanh") * comfy.ops.cast_bias_weight(self.others, x)
+
+
+class Reader(Block):
+    """Takes a layer's weight, and does not call the layer."""
 
     def forward(self, x):
         return torch.nn.functional.linear(x, self.layer.weight.dequantize())
 
 
-class Caller(torch.nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
+class ReaderOfAny(Block):
     def forward(self, x):
-        return self.layer(x)
+        return [torch.nn.functional.linear(x, layer.weight) for layer in self.others]
 
 
-def test_a_weight_that_a_block_reads_itself_is_merged(flux):
-    layer = flux(FLOAT8).model.diffusion_model.double_blocks[0].img_attn.qkv
-    found = []
-    for block in (Reader(layer), Reader(torch.nn.Sequential(layer)), Caller(layer), Caller(torch.nn.Linear(8, 8))):
-        network = torch.nn.Module()
-        network.block = block
-        path = "block.layer.0" if isinstance(block.layer, torch.nn.Sequential) else "block.layer"
-        found.append(low_rank.quantised_shape(network, "block", path))
-    assert found == [None, None, (768, 256), None]
+@pytest.mark.parametrize(
+    ("cls", "name", "branches"),
+    [
+        (Caller, FLOAT8, {"layer"}),
+        (Caller, "int8_tensorwise", set()),
+        (Reader, FLOAT8, {"others.0"}),
+        (ReaderOfAny, FLOAT8, set()),
+    ],
+)
+def test_a_weight_that_a_block_reads_itself_is_merged(cls, name, branches, flux):
+    layers = [block.img_attn.qkv for block in flux(name).model.diffusion_model.double_blocks]
+    network = torch.nn.Module()
+    network.block = torch.nn.Sequential(cls(*layers, torch.nn.Linear(8, 8)))
+    paths = ("layer", "others.0", "others.1", "others.2")
+    shapes = {path: low_rank.quantised_shape(network, "block", f"block.0.{path}") for path in paths}
+    assert {path for path, shape in shapes.items() if shape} == branches
+    assert {shape for shape in shapes.values() if shape} <= {(768, 256)}
 
 
 UP_AND_DOWN = torch.ones(6, 2), torch.ones(2, 4)
