@@ -22,8 +22,8 @@ class Branch:
     def __call__(self, layer: nn.Module, args: tuple, kwargs: Mapping[str, Any], result: torch.Tensor) -> torch.Tensor:
         """Return the layer's result with the branch added: [..., outputs]."""
         x = args[0] if args else kwargs["input"]
-        down, up = (layer._buffers[name].to(x.dtype) for name in (DOWN, UP))
-        return result + (F.linear(x, down) @ up).to(result.dtype)
+        down, up = (_in_dtype(layer._buffers[name], x.dtype) for name in (DOWN, UP))
+        return result + _in_dtype(F.linear(F.linear(x, down), up.t()), result.dtype)
 
 
 def attach(layer: nn.Module, down: torch.Tensor, up: torch.Tensor) -> Any:
@@ -50,6 +50,10 @@ def trace_branches(weightless: nn.Module, sizes: Set[int]) -> None:
     for layer in weightless.modules():
         if DOWN in layer._buffers:
             attach(layer, *(_with_rank(layer._buffers[name], rank) for name in (DOWN, UP)))
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _with_rank(factor: torch.Tensor, rank: int) -> torch.Tensor:

@@ -460,6 +460,8 @@ class KeptTensors:
 
     def _restored(self, group: dict[str, Any], name: str) -> torch.Tensor:
         tensor = group[name]
+        if is_factor(name):  # stays in place by itself, and its memory is given back with the model's
+            return tensor
         kept = self._kept.setdefault((id(group), name), tensor)
         if kept is tensor:
             return tensor
