@@ -22,8 +22,10 @@ from torch import nn
 from ...common.inner_tensors import TENSOR_TYPES
 from ...common.reason import Unsupported
 from ...tracing.low_rank import STEP, attach, detach
+from ...tracing.side_effects import turns
 from . import comfy_compat
 from .read_weights import reads_weight
+from .rules import gguf_weights
 from .rules.host import HOST
 from .rules.quantized_weights import INT8_LAYOUT
 
@@ -34,6 +36,8 @@ UNPATCHED = uuid.uuid5(uuid.NAMESPACE_OID, "compiled graphs: no patches")
 """Tells ComfyUI that weights without any patch are what they were, whichever LoRAs run beside them."""
 
 _LORA = "comfy.weight_adapter.lora"
+_CHANGES = ("weight_wrapper_patches", "force_cast_weights")
+"""Attributes of a patcher by which the weights that it loads are others, besides its patches."""
 _INPUT_SCALE = "pre_quant_scale"
 """Attribute of a quantised layer that scales its input first. A branch would get the input unscaled."""
 
@@ -53,6 +57,8 @@ class Lora:
     @classmethod
     def of(cls, patch: Sequence[Any]) -> Lora | None:
         """Return the LoRA that a patch of a ModelPatcher is; None for any other patch."""
+        if len(patch) != 5:
+            return None
         strength, value, strength_model, part, function = patch
         found = _weights_in(value)
         if found is None or strength_model != 1.0 or function is not None:
@@ -133,9 +139,10 @@ class Factors:
 
     def attach(self, network: nn.Module) -> None:
         """Give the layers their branches, unless they have them."""
-        for path, pair in self._pairs.items() if not self._attached else ():
-            layer = network.get_submodule(path)
-            self._attached.append((layer, attach(layer, *pair)))
+        with turns.shared():  # nobody looks at the network on another thread
+            for path, pair in self._pairs.items() if not self._attached else ():
+                layer = network.get_submodule(path)
+                self._attached.append((layer, attach(layer, *pair)))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -146,8 +153,9 @@ class Factors:
         finally:
             self.is_in_use = False
             attached, self._attached = self._attached, []
-            for layer, handle in attached:
-                detach(layer, handle)
+            with turns.shared():
+                for layer, handle in attached:
+                    detach(layer, handle)
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -298,6 +306,8 @@ def quantised_shape(network: nn.Module, region: str, path: str) -> tuple[int, in
 def _is_quantised(weight: torch.Tensor) -> bool:
     if type(weight) in TENSOR_TYPES:
         return weight.is_floating_point() and weight.dtype.itemsize == 1
+    if gguf_weights.is_known(type(weight)):  # perhaps with the LoRA of an earlier sampling
+        return gguf_weights.type_name(weight) in gguf_weights.TYPES
     try:
         inner = HOST.inner_tensors(weight)
     except Unsupported:
@@ -308,11 +318,11 @@ def _is_quantised(weight: torch.Tensor) -> bool:
 @contextmanager
 def without_patches(patcher: Any, keys: Iterable[str]) -> Iterator[None]:
     """Leave patches out of a patcher for a while. ComfyUI tells what it has loaded by `patches_uuid`."""
-    before = patcher.patches, patcher.patches_uuid
-    left = {key: patches for key, patches in patcher.patches.items() if key not in set(keys)}
-    has_others = left or getattr(patcher, "weight_wrapper_patches", None)
+    before, keys = (patcher.patches, patcher.patches_uuid), frozenset(keys)
+    left = {key: patches for key, patches in patcher.patches.items() if key not in keys}
+    is_changed = left or any(getattr(patcher, name, None) for name in _CHANGES)
     patcher.patches = left
-    patcher.patches_uuid = uuid.uuid5(patcher.patches_uuid, "compiled graphs") if has_others else UNPATCHED
+    patcher.patches_uuid = uuid.uuid5(patcher.patches_uuid, "\n".join(sorted(left))) if is_changed else UNPATCHED
     try:
         yield
     finally:

@@ -8,8 +8,9 @@ import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, synthetic_calls, worker_setup
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, low_rank, synthetic_calls, worker_setup
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy.deep_cache import Settings, use_deep_cache
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.regions import find_regions
@@ -164,6 +165,7 @@ def with_lora(patcher, rank, strength):
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
 def test_a_lora_beside_weights_of_gguf_compiles_nothing(kind, gguf, load, sample, registry):
     model, plain = gguf(kind), load("tiny_sd15")
+    regions = [region.path for region in find_regions(model.model.diffusion_model)]
     if not comfy_compat.wraps_samplings(model):
         pytest.skip("this ComfyUI does not say when a sampling begins")
     with torch.no_grad():
@@ -173,6 +175,11 @@ def test_a_lora_beside_weights_of_gguf_compiles_nothing(kind, gguf, load, sample
                 own.weight.copy_(layer.get_weight(layer.weight, torch.float32))
                 if own.bias is not None:
                     own.bias.copy_(layer.get_weight(layer.bias, torch.float32))
+    for layer in layers(model):  # a LoRA of an earlier sampling, which ComfyUI-GGUF takes out when it loads the model
+        layer.weight.patches = [1.5]
+    assert low_rank.branches_of(with_lora(model, 4, 1.0), model.model.diffusion_model, frozenset(regions))
+    for layer in layers(model):
+        layer.weight.patches = []
     ours, _ = host.compile_model(model, host.Request("eager", verify=False, low_rank=True))
     sample(with_lora(ours, 4, 1.0), "tiny_sd15")
     before = totals.eager_calls.copy()
@@ -182,4 +189,7 @@ def test_a_lora_beside_weights_of_gguf_compiles_nothing(kind, gguf, load, sample
             expected = sample(with_lora(plain, rank, strength), "tiny_sd15")
             assert (image - expected).norm() <= BOUND * expected.norm()
             assert (image - sample(plain, "tiny_sd15")).norm() > 10 * BOUND * expected.norm()
+        both = [use_deep_cache(with_lora(each, 4, 1.0), Settings(), lambda text: None)[0] for each in (ours, plain)]
+        image, expected = (sample(each, "tiny_sd15", steps=4) for each in both)
+        assert (image - expected).norm() <= BOUND * expected.norm()
     assert totals.eager_calls == before
