@@ -14,10 +14,11 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, low_rank, process, worker_setup
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install, low_rank, process, worker_setup
 from compiled_graphs.compiler.hosts.comfy.low_rank import Lora
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.hosts.comfy.texts import NO_BRANCHES
 from compiled_graphs.compiler.identity.low_rank import DOWN, UP
 from compiled_graphs.compiler.registry.registry import Registry
 from quantized_flux import error, flux_state, load_flux, sampled
@@ -113,6 +114,20 @@ def test_without_the_switch_loras_are_merged(flux, registry):
     model, change = flux(FLOAT8, **EXACT), lora(4)
     ours = compiled(model, low_rank=False)
     assert not ours.wrappers.get("outer_sample")
+    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
+
+
+def test_a_comfyui_that_announces_no_samplings_merges_loras(flux, registry, monkeypatch):
+    model, change = flux(FLOAT8, **EXACT), lora(4)
+    monkeypatch.setattr(comfy_compat, "_outermost", lambda: None)
+    ours, text = host.compile_model(model, host.Request("eager", verify=False, low_rank=True))
+    assert NO_BRANCHES in text
+    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
+
+
+def test_a_later_node_without_the_switch_takes_it_out(flux, registry):
+    model, change = flux(FLOAT8, **EXACT), lora(4)
+    ours = compiled(compiled(model), low_rank=False)
     assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
 
 
