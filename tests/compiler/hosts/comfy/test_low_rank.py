@@ -21,6 +21,7 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.texts import NO_BRANCHES
 from compiled_graphs.compiler.identity.low_rank import DOWN, UP
 from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.runtime import step_replay
 from quantized_flux import error, flux_state, load_flux, sampled
 from recorders import repeat
 from rows import adapted, dora, linear_weights, loha, random
@@ -286,6 +287,29 @@ def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
         places.append({path: pair[0].data_ptr() for path, pair in low_rank._factors[network]._pairs.items()})
     assert counters(ours).replays > 0
     assert places[0] == places[1] == places[2] != places[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_recorded_steps_serve_other_loras_of_their_rank(is_streamed, flux, registry, monkeypatch, request):
+    monkeypatch.setattr(install, "can_capture", lambda device: True)
+    monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+    monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
+    model = flux(FLOAT8, **EXACT)
+    reference = dequantised(model)
+    loras = [partial(lora(4), value=1.0), partial(lora(4), value=0.5), partial(lora(9, seed=7), value=1.0)]
+    loras += [partial(lora(40), value=1.0), lambda patcher: patcher]
+    expected = [sampled(change(reference), steps=9) for change in loras]
+    ours = compiled(stream(model, request.getfixturevalue("vbar")) if is_streamed else model)
+    captures = []
+    for change, image in zip(loras, expected, strict=True):
+        clone = change(ours)
+        for _ in range(2):
+            assert error(sampled(clone, steps=9), image) < 1e-5
+        captures.append(counters(ours).captures)
+    assert captures == [1, 1, 1, 2, 3]
+    assert counters(ours).eager_calls == {}
 
 
 def test_an_unloaded_model_keeps_no_factors(flux, registry):
