@@ -37,7 +37,7 @@ from ..identity.call_signature import CallSignature, call_forward
 from ..identity.context_options import TracedOptions, encode_writes
 from ..identity.fingerprint import string_constants_of, tensor_attributes
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
-from ..identity.low_rank import is_factor
+from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs, LiteralTensors
 from .graph_request import GraphRequest
@@ -172,7 +172,8 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
 
     pure = _PureRegion(weightless, held.put, request.signature, context, around, has_maps)
     auto = torch.export.Dim.AUTO
-    ranks = [{0: auto} if is_factor(name) else None for name in held.names]
+    rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
+    ranks = [{0: rank} if is_factor(name) else None for name in held.names]
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
     with torch.no_grad():
         mutated = _mutated_inputs(mode, pure, weights, inputs)

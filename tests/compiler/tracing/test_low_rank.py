@@ -82,6 +82,7 @@ def test_a_spec_has_the_rank_as_a_symbol_and_no_guard_on_it(device):
     factors = [weight for weight in spec.weights if is_factor(weight.name)]
     ranks = {weight.shape[0] for weight in factors}
     assert len(factors) == 4
+    assert len(ranks) == 1
     assert all(isinstance(rank, str) for rank in ranks)
     assert not any(rank in guard for rank in ranks for guard in spec.guards)
     assert ranks.isdisjoint(size for item in spec.inputs for size in item.sizes)
