@@ -5,14 +5,18 @@
 A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). A
 format after the model quantises its blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if
 HOME/custom_nodes has ComfyUI-GGUF and Python has gguf. One server takes WAYS in turn, with commas between: eager, ours
-(Compile Model or VAE Speedup) and core (TorchCompileModel).
+(Compile Model or VAE Speedup), branch (ours with `lora_branch`: LoRAs beside quantised weights) and core
+(TorchCompileModel).
 FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
 weights stay in --home, so a second RUN of `ours` is one after a restart.
 
 Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A
-latent is compared with that of `eager`, from the same RUN or an earlier one. `used` is of the whole GPU: while the
-first RUN of `ours` compiles, worker processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on
-the GPU after a sampling, and `pinned` counts their pages that are still pinned.
+latent is compared with that of `eager`, from the same RUN or an earlier one. One of a quantised model is also compared
+with that of the unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home:
+with `eager` and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does.
+GGUF weights are not those of flux6. `used` is of the whole GPU: while the first RUN of `ours` compiles, worker
+processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on the GPU after a sampling, and `pinned`
+counts their pages that are still pinned.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ def main() -> None:
         return
     for text in options.runs:
         model, ways, *flags = text.split(":")
-        if not weights_of(options, model).exists():
+        if not weights_of(options, model).exists() or not lora_of(options, model).exists():
             command = [sys.executable, __file__, "--comfyui", str(options.comfyui), "--home", str(options.home)]
             subprocess.run([*command, "--make", model], check=True)
         measure(options, text, model, ways.split(","), flags[0] if flags else "")
@@ -91,13 +95,20 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         bench = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
         seconds = (times["execution_success"] - times["execution_start"]) / 1000
         text = next((output["text"] for output in entry["outputs"].values() if "text" in output), None)
-        return {"seconds": seconds, "text": text, **bench, "differs": difference(options, model, way, seed)}
+        differences = {
+            "differs": difference(kept, options.home / f"{model}-eager-{seed}.pt"),
+            "from unquantised": None
+            if model == base_of(model) or is_gguf(model)
+            else difference(kept, options.home / f"{base_of(model)}-eager-{seed}.pt"),
+        }
+        return {"seconds": seconds, "text": text, **bench, **differences}
 
     first = run(1)
     again = [run(seed) for seed in (2, 3, 4, 5)]
     other = [run(seed, OTHER_SIZE) for seed in (6, 7)]
     loras = [] if model == "kl" else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(11)]
-    everything = [first, *again, *other, *loras]
+    plain, changed = [first, *again, *other, *loras[3:]], loras[:3]
+    everything = [*plain, *changed]
     row = {
         "first": first["seconds"],
         "again": statistics.median(each["seconds"] for each in again[1:]),
@@ -107,20 +118,25 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         "resident": round(again[-1]["resident"], 2),
         "pinned": max(each["pinned"] for each in everything),
         "finite": all(each["finite"] for each in everything),
-        "differs": max((each["differs"] for each in everything if each["differs"] is not None), default=None),
+        **{name: largest(plain, name) for name in ("differs", "from unquantised")},
+        **{f"lora {name}": largest(changed, name) for name in ("differs", "from unquantised")},
     }
-    if way == "ours":
+    if way in ("ours", "branch"):
         totals = server.get("/compiled_graphs/registry")["totals"]
         counted = ("compiles", "verifications", "retired", "recordings", "replays", "calls", "reasons")
         row |= {"text": first["text"], **{name: totals[name] for name in counted}}
     return row
 
 
+def largest(runs: list[dict[str, Any]], name: str) -> float | None:
+    return max((each[name] for each in runs if each[name] is not None), default=None)
+
+
 def model_prompt(
     model: str, way: str, seed: int, steps: int, size: tuple[int, int], lora: float | None, kept: Path
 ) -> dict[str, Any]:
     """Return an API prompt: sampling, with a LoRA or without."""
-    base = model.partition("-")[0]
+    base = base_of(model)
     prompt = {
         "1": loader(model),
         "2": node("BenchConditioning", **TEXT[base], seed=1),
@@ -134,11 +150,11 @@ def model_prompt(
     }
     link = ["1", 0]
     if lora is not None:
-        prompt["5"] = node("LoraLoaderModelOnly", model=link, lora_name=f"{model}.safetensors", strength_model=lora)
+        prompt["5"] = node("LoraLoaderModelOnly", model=link, lora_name=f"{base}.safetensors", strength_model=lora)
         link = ["5", 0]
     if way != "eager":
-        kind = {"ours": "CG_CompileModel", "core": "TorchCompileModel"}[way]
-        prompt["6"] = node(kind, model=link, backend="inductor")
+        kind = "TorchCompileModel" if way == "core" else "CG_CompileModel"
+        prompt["6"] = node(kind, model=link, backend="inductor", **({"lora_branch": True} if way == "branch" else {}))
         link = ["6", 0]
     sampler = {"seed": seed, "steps": steps, "cfg": 6.0 if base == "sdxl" else 1.0, "denoise": 1.0}
     links = {"model": link, "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
@@ -156,7 +172,7 @@ def vae_prompt(
         "2": node("BenchLatent", width=size[0], height=size[1], seed=seed),
     }
     link = ["1", 0]
-    if way == "ours":
+    if way in ("ours", "branch"):
         prompt["6"] = node("CG_VAESpeedup", vae=link)
         link = ["6", 0]
     prompt["7"] = node("VAEDecode", samples=["2", 0], vae=link)
@@ -178,15 +194,23 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
 
-def difference(options: argparse.Namespace, model: str, way: str, seed: int) -> float | None:
-    """Return the relative difference from what `eager` made with the same seed."""
+def difference(kept: Path, theirs: Path) -> float | None:
+    """Return the relative difference of one latent from another; None if that is not there, or is the same file."""
     import torch
 
-    theirs = options.home / f"{model}-eager-{seed}.pt"
-    if way == "eager" or not theirs.exists():
+    if kept == theirs or not theirs.exists():
         return None
-    ours, expected = torch.load(options.home / f"{model}-{way}-{seed}.pt"), torch.load(theirs)
+    ours, expected = torch.load(kept), torch.load(theirs)
     return float((ours - expected).norm() / expected.norm())
+
+
+def base_of(model: str) -> str:
+    """Return the model that another one is, quantised."""
+    return model.partition("-")[0]
+
+
+def lora_of(options: argparse.Namespace, model: str) -> Path:
+    return options.home / "models" / "loras" / f"{base_of(model)}.safetensors"
 
 
 def weights_of(options: argparse.Namespace, model: str) -> Path:
@@ -216,9 +240,10 @@ def make(options: argparse.Namespace) -> None:
         write_gguf(path, state, format_.removeprefix("gguf_"))
     else:
         safetensors.torch.save_file(quantized(state, format_) if format_ else state, str(path))
-    lora = options.home / "models" / "loras" / f"{model}.safetensors"
+    lora = lora_of(options, model)
     lora.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(low_rank(state), str(lora))
+    if not lora.exists():
+        safetensors.torch.save_file(low_rank(state), str(lora))
 
 
 def quantized(state: dict[str, Any], format_: str) -> dict[str, Any]:

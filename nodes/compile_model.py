@@ -19,7 +19,7 @@ class CompileModel(CompileNode):
     TITLE = "Compile Model"
     CATEGORY = "compiled graphs"
     SOCKET = ("model", "The diffusion model to compile.")
-    WIDGETS_AFTER = {"cuda_graphs": inputs.CUDA_GRAPHS, "when": inputs.WHEN}
+    WIDGETS_AFTER = {"cuda_graphs": inputs.CUDA_GRAPHS, "when": inputs.WHEN, "lora_branch": inputs.LORA_BRANCH}
     RETURN_TYPES = ("MODEL",)
     OUTPUT_TOOLTIPS = ("The model with compiled blocks. LoRA and patch nodes may follow.",)
     DESCRIPTION = (
@@ -29,9 +29,15 @@ class CompileModel(CompileNode):
     SEARCH_ALIASES = ["torch compile", "speed up", "accelerate", "inductor", "onediff", "model speedup"]
 
     def compile_with(
-        self, request: Request, model: Any, cuda_graphs: bool = True, when: str = inputs.BEFORE
+        self,
+        request: Request,
+        model: Any,
+        cuda_graphs: bool = True,
+        when: str = inputs.BEFORE,
+        lora_branch: bool = False,
     ) -> tuple[Any, str]:
         """Return the compiled clone, and what to tell the person."""
         from ..compiler.hosts.comfy.compile import compile_model
 
-        return compile_model(model, replace(request, capture=cuda_graphs, background=when == inputs.IN_BACKGROUND))
+        background = when == inputs.IN_BACKGROUND
+        return compile_model(model, replace(request, capture=cuda_graphs, background=background, low_rank=lora_branch))

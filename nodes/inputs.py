@@ -39,6 +39,16 @@ CUDA_GRAPHS = (
     },
 )
 
+LORA_BRANCH = (
+    "BOOLEAN",
+    {
+        "default": False,
+        "tooltip": "For quantised models (float8, int8, GGUF ...): compute LoRAs beside the weights instead of merging "
+        "them. The image is closer to that of the unquantised model with the LoRA. Other kinds of adapter are merged "
+        "as always.",
+    },
+)
+
 
 class _Any(str):
     """A socket type that accepts every other: ComfyUI compares types by `!=`."""

@@ -33,6 +33,7 @@ from torch import nn
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.torch_compat import OpOverload, OpOverloadPacket
+from .low_rank import sizes_of
 from .memory_format import has_layouts, stride_in
 from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, qualified_name, read_source
 from .watch import PLAIN, Watch, class_settings
@@ -194,7 +195,7 @@ class Describer:
 
     def _weight(self, layer: nn.Module, name: str, weight: torch.Tensor, values: _Values, is_arranged: bool) -> list:
         """Describe a weight by its form, or by the layout and forms of what it consists of."""
-        form = [list(weight.shape), str(self._host.weight_dtype(layer, name, weight))]
+        form = [list(sizes_of(name, weight.shape)), str(self._host.weight_dtype(layer, name, weight))]
         try:
             inner = self._host.inner_tensors(weight)
         except Unsupported:  # the region is eager for that reason

@@ -25,7 +25,8 @@ class WeightSpec:
     """One parameter or buffer of a region."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
+    """The rank of a low-rank branch (`low_rank`) is a symbol."""
     stride: tuple[int, ...]
     dtype: str
 
@@ -72,7 +73,7 @@ class GraphSpec:
         return decode_writes(self.writes, self._bind_symbols(shapes) or {})
 
     @cached_property
-    def weight_layout(self) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]]:
+    def weight_layout(self) -> list[tuple[tuple[int | str, ...], tuple[int, ...], torch.dtype, torch.device]]:
         """Shape, stride, dtype and device of each weight, as torch has them."""
         device = torch.device(self.device)
         return [(w.shape, w.stride, getattr(torch, w.dtype.removeprefix("torch.")), device) for w in self.weights]
@@ -81,6 +82,19 @@ class GraphSpec:
     def weight_names(self) -> tuple[str, ...]:
         """The name of each weight in its region. Calls match their weights to the graph's by these names."""
         return tuple(weight.name for weight in self.weights)
+
+    @cached_property
+    def _ranks(self) -> dict[str, list[int]]:
+        """The symbols among the sizes of weights, and which weights have each as their first size."""
+        ranks: dict[str, list[int]] = {}
+        for place, weight in enumerate(self.weights):
+            if weight.shape and isinstance(weight.shape[0], str):
+                ranks.setdefault(weight.shape[0], []).append(place)
+        return ranks
+
+    def agrees_on_ranks(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether each symbol has one value in these weights."""
+        return all(len({weights[place].shape[0] for place in places}) == 1 for places in self._ranks.values())
 
     @cached_property
     def _tree(self) -> pytree.TreeSpec:

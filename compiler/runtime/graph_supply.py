@@ -35,6 +35,9 @@ from .summary import Progress
 
 log = logging.getLogger(__name__)
 
+MAX_DIFFERENCES = 3
+"""A region that workers find to be another one this often is another one there."""
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -68,6 +71,10 @@ class GraphSupply:
         self._background = background
         self._on_change = on_change
         self._loaded: set[str] = set()
+        self._differed: Counter[str] = Counter()
+        """By fingerprint: how often a worker has found another region although none had changed."""
+        self._met_another = False
+        """Whether a worker did so in the job that runs, and the next call that wants the graph may ask again."""
 
     @property
     def loaded(self) -> int:
@@ -140,7 +147,11 @@ class GraphSupply:
     def _provide_later(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> None:
         if self._kinds.model() is None or kind.answers(miss):
             return
-        if reason := self._provide_now(kind, miss, call):
+        if not self._kinds.are_unchanged():  # such as after a sampling: a call that still wants it asks again
+            return
+        self._met_another = False
+        reason = self._provide_now(kind, miss, call)
+        if reason and not self._met_another:
             kind.mark_eager(miss.signature.text, reason)
             self._on_change()
 
@@ -262,12 +273,22 @@ class GraphSupply:
             kind.add(request.signature.text, outcome.entry)
         else:
             reason = reason_of(outcome.error)
-            kind.mark_eager(request.signature.text, reason)
+            if self._may_pass(reason, request.fingerprint):
+                self._met_another = True
+            else:
+                kind.mark_eager(request.signature.text, reason)
             log.warning("%s stays eager: %s", request.region, reason)
             log.debug("%s", request.region, exc_info=outcome.error)
         if outcome.source == "compiled":
             self.compiled.append(request.region)
         return Progress(done, total, request.region, outcome.source, outcome.seconds, reason)
+
+    def _may_pass(self, reason: Reason, fingerprint: str) -> bool:
+        """Whether a worker was sent a region that had changed for a while, such as when a sampling ends."""
+        if reason.code is not ReasonCode.CODE_DIFFERS or not self._is_beside:
+            return False
+        self._differed[fingerprint] += self._kinds.are_unchanged()
+        return self._differed[fingerprint] < MAX_DIFFERENCES
 
     @property
     def _requester(self) -> Requester:

@@ -23,7 +23,9 @@ from ..common.torch_compat import global_forward_hooks, global_forward_pre_hooks
 from ..common.weight_source import RESIDENT, NetworkWeights, WeightSource
 from ..identity.call_signature import STATIC_TYPES
 from ..identity.graph_spec import GraphSpec
+from ..identity.low_rank import sizes_of
 from ..identity.memory_format import has_layouts
+from ..tracing.low_rank import Branch
 
 
 class Changed(Exception):
@@ -63,7 +65,7 @@ class ModuleGuard:
         """
         if global_forward_hooks or global_forward_pre_hooks:
             raise Unsupported(ReasonCode.GLOBAL_HOOK)
-        if any(self._hooks) and any(self._host.hook_acts(hook) for hooks in self._hooks for hook in hooks.values()):
+        if any(self._hooks) and any(map(self._acts, chain.from_iterable(map(dict.values, self._hooks)))):
             raise Unsupported(ReasonCode.HOOK)
         if any(self._empty_child_tables) or self._current_children() != self._children:
             raise Changed
@@ -78,6 +80,10 @@ class ModuleGuard:
             if attributes[name] and not self._host.applies_weight_function(attributes, name, self._in_place):
                 raise Unsupported(ReasonCode.WEIGHT_FUNCTION, name)
         return True
+
+    def _acts(self, hook: Any) -> bool:
+        """Whether a hook does what a graph does not. A graph has the branches of the factors that it takes."""
+        return type(hook) is not Branch and self._host.hook_acts(hook)
 
     def _current_children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._child_tables)))
@@ -160,7 +166,7 @@ class WeightGuard:
         self._fit = None
         if not is_held and self._has_inner and list(map(self._layout, acquired)) != list(map(self._layout, seen.held)):
             raise _other_weights(next(iter(self._names), "none"))
-        if self._names != spec.weight_names or len(weights) != len(self._names):
+        if self._names != spec.weight_names or len(weights) != len(self._names) or not spec.agrees_on_ranks(weights):
             raise _other_weights(next(iter(self._names), "none"))
         arranged = [self._in_layout(*each) for each in zip(weights, self._names, spec.weight_layout, strict=True)]
         if all(map(is_, weights, arranged)):
@@ -198,7 +204,7 @@ class WeightGuard:
         ]
 
     def _form(self, layer: nn.Module, name: str, weight: torch.Tensor) -> tuple[Any, ...]:
-        form = self._host.weight_dtype(layer, name, weight), weight.shape
+        form = self._host.weight_dtype(layer, name, weight), sizes_of(name, weight.shape)
         try:
             inner = self._host.inner_tensors(weight)
         except Unsupported:
@@ -212,12 +218,12 @@ class WeightGuard:
             raise Unsupported(ReasonCode.WEIGHT_TYPE, type(weight).__name__)
         if weight.device != device:
             raise Unsupported(ReasonCode.WEIGHT_DEVICE, f"{weight.device} while the model runs on {device}")
-        if weight.dtype != dtype or weight.shape != shape:
+        if weight.dtype != dtype or sizes_of(name, weight.shape) != sizes_of(name, shape):
             raise _other_weights(name)
         if weight.stride() == stride:
             return weight
         # A removed LoRA leaves contiguous weights where the model had channels_last ones.
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(weight)
+        return torch.empty_strided(weight.shape, stride, dtype=dtype, device=device).copy_(weight)
 
 
 def _other_weights(path: str) -> Unsupported:

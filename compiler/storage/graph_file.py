@@ -269,7 +269,7 @@ def _spec(fields: Mapping[str, Any]) -> GraphSpec:
 
 def _weight(fields: Mapping[str, Any]) -> WeightSpec:
     name, dtype = _text(fields["name"]), _text(fields["dtype"])
-    return WeightSpec(name, _each(_count, fields["shape"]), _each(_count, fields["stride"]), dtype)
+    return WeightSpec(name, _each(_size, fields["shape"]), _each(_count, fields["stride"]), dtype)
 
 
 def _input(fields: Mapping[str, Any]) -> InputSpec:

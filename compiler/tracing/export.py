@@ -7,9 +7,10 @@ what the trace says about valid calls, so that any other call is refused rather 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,9 +37,11 @@ from ..identity.call_signature import CallSignature, call_forward
 from ..identity.context_options import TracedOptions, encode_writes
 from ..identity.fingerprint import string_constants_of, tensor_attributes
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
+from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs, LiteralTensors
 from .graph_request import GraphRequest
+from .low_rank import trace_branches
 from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
@@ -141,6 +144,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         is_arranged = host.uses_channels_last(request.module) and request.device.type in host.channels_last_on
         weightless = weightless_copy(request.module, host, lambda t: _empty_like(t, request.device, is_arranged))
         host.prepare_for_tracing(weightless)
+        trace_branches(weightless, set(chain.from_iterable(request.hints)))
         held = _Weights(weightless, host)
         weights = held.tensors
         formats = [input_format(request.module, shape, request.device) for shape in request.hints]
@@ -168,19 +172,15 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
 
     pure = _PureRegion(weightless, held.put, request.signature, context, around, has_maps)
     auto = torch.export.Dim.AUTO
+    rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
+    ranks = [{0: rank} if is_factor(name) else None for name in held.names]
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
     with torch.no_grad():
         mutated = _mutated_inputs(mode, pure, weights, inputs)
-        program = torch.export.export(
-            pure, (weights, inputs), dynamic_shapes=([None] * len(weights), symbols), strict=False
-        )
+        program = torch.export.export(pure, (weights, inputs), dynamic_shapes=(ranks, symbols), strict=False)
     if _draws_random_numbers(program):
         raise Unsupported(ReasonCode.RANDOM)
-    weight_specs = tuple(
-        WeightSpec(name, tuple(t.shape), tuple(t.stride()), str(t.dtype))
-        for name, t in zip(held.names, weights, strict=True)
-    )
-    spec = _spec(request, program, weight_specs, formats, mutated)
+    spec = _spec(request, program, held.names, formats, mutated)
     if traced:
         reads = tuple(sorted(set().union(*(options.reads for options in traced))))
         spec = replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
@@ -223,21 +223,25 @@ def _mutated_inputs(
 def _spec(
     request: GraphRequest,
     program: torch.export.ExportedProgram,
-    weights: tuple[WeightSpec, ...],
+    names: list[str],
     formats: list[str],
     mutated: tuple[int, ...],
 ) -> GraphSpec:
     placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = placeholders[len(weights) :]
+    weights, inputs = placeholders[: len(names)], placeholders[len(names) :]
+    ranks = {size_expression(size) for t in weights for size in t.shape if isinstance(size, torch.SymInt)}
     return GraphSpec(
         region=type(request.module).__name__,
         device=str(request.device),
-        weights=weights,
+        weights=tuple(
+            WeightSpec(name, tuple(_size(s) for s in t.shape), tuple(t.stride()), str(t.dtype))
+            for name, t in zip(names, weights, strict=True)
+        ),
         inputs=tuple(
             InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt, hints, symbolic)
             for t, fmt, hints, symbolic in zip(inputs, formats, request.hints, request.symbolic, strict=True)
         ),
-        guards=(*_guards(inputs), *(_index_limits(program) if request.device.type != "cpu" else ())),
+        guards=(*_guards(inputs), *(_index_limits(program, ranks) if request.device.type != "cpu" else ())),
         mutated=mutated,
         outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
         tree=pytree.treespec_dumps(program.call_spec.out_spec),
@@ -252,18 +256,20 @@ def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in guard_expressions(inputs) if e != True))  # noqa: E712  sympy
 
 
-def _index_limits(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+def _index_limits(program: torch.export.ExportedProgram, ranks: Set[Any] = frozenset()) -> tuple[str, ...]:
     """Return guards against tensors with more values than 32 bits can count, since compiled GPU kernels index so.
 
     A decoder's widest map has 256 times as many values as the image has pixels: a batch of eight at 1024x1024 has
     too many. Inductor makes such guards while it compiles. They are not part of its artifact, and were missing where
-    it had compiled the same graph before.
+    it had compiled the same graph before. The `ranks` of low-rank branches need none: the host keeps each below the
+    widths of its layer, whose own result then has more values than the product in between.
     """
     most: dict[Any, int] = {}
     for value in pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes]):
         if isinstance(value, torch.Tensor) and isinstance(numel := value.numel(), torch.SymInt):
             factor, symbols = size_expression(numel).as_coeff_Mul()
-            most[symbols] = max(most.get(symbols, 0), factor)
+            if ranks.isdisjoint(symbols.free_symbols):
+                most[symbols] = max(most.get(symbols, 0), factor)
     return tuple(f"{PythonPrinter().doprint(factor * symbols)} <= {MAX_ELEMENTS}" for symbols, factor in most.items())
 
 

@@ -86,7 +86,7 @@ def _is_worth_it(node: fx.Node) -> bool:
     x, weight = node.args[0].meta["val"], node.args[1].meta["val"]
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != weight.dtype or x.ndim < 3:
         return False
-    if not _is_input(node.args[1]):
+    if not _is_input(node.args[1]) or isinstance(weight.shape[0], torch.SymInt):  # a low-rank branch
         return False
     if weight.shape[0] % 16 or weight.shape[1] % 16 or weight.numel() < FEWEST_WEIGHTS:
         return False

@@ -42,6 +42,8 @@ MODULE_NAMES = {
     f"{MANAGEMENT}.processing_interrupted": "compiling in the background does not wait for a cancelled prompt",
     "comfy.model_patcher.ModelPatcher": "weights keep their memory format",
     "comfy.patcher_extension.CallbacksMP": "no CUDA graphs, no DeepCache; each call is looked at",
+    "comfy.patcher_extension.WrappersMP": "a LoRA on quantised weights is merged, also with the switch",
+    f"{MANAGEMENT}.free_memory": "a LoRA beside quantised weights takes memory that ComfyUI does not make room for",
     "comfy.utils.ProgressBar": "no progress bar",
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
     f"{MEMORY}.interpret_gathered_like": "weights that find no room in their pages pass through ComfyUI's buffers",
@@ -80,6 +82,8 @@ PATCHER_OFFERS = {
     "wrappers": "torch.compile of an earlier node is not set aside",
     "add_callback_with_key": "no CUDA graphs, no DeepCache; each call is looked at",
     "remove_callbacks_with_key": "no CUDA graphs, no DeepCache; each call is looked at",
+    "add_wrapper_with_key": "a LoRA on quantised weights is merged, also with the switch",
+    "remove_wrappers_with_key": "a LoRA on quantised weights is merged, also with the switch",
 }
 """What a ModelPatcher has in some versions, and what is lost without it."""
 VAE_NEEDS = ("first_stage_model", "patcher", "device")
@@ -123,6 +127,7 @@ SETTINGS_FILE = ("default", "comfy.settings.json")
 """Where the user folder keeps the settings dialog's values, without --multi-user."""
 
 _BEFORE_SAMPLING, _AFTER_SAMPLING, _AFTER_CLONE = "ON_PRE_RUN", "ON_CLEANUP", "ON_CLONE"
+_AFTER_UNLOADING, _AROUND_SAMPLING = "ON_DETACH", "OUTER_SAMPLE"
 
 NO_SCOPES = "disable_comfy_compiler"
 """The option (0.34 on) without which ComfyUI records the allocations of a step and replays their places.
@@ -314,12 +319,44 @@ def call_around_samplings(patcher: Any, key: str, begin: Callable | None, end: C
             patcher.add_callback_with_key(moment, key, function)
 
 
+def wraps_samplings(patcher: Any) -> bool:
+    """Whether a function can be put around a patcher's samplings, before its weights are loaded (2025 on)."""
+    has_methods = all(hasattr(patcher, name) for name in ("add_wrapper_with_key", "remove_wrappers_with_key"))
+    return has_methods and _outermost() is not None and announces_samplings(patcher)
+
+
+def wrap_samplings(patcher: Any, key: str, function: Callable, unloaded: Callable[[], None]) -> None:
+    """Put a function around each sampling of a patcher; call another one when ComfyUI has unloaded its weights.
+
+    The first is called with what samples, whose `class_obj` is the guider, and with arguments for it. Needs
+    `wraps_samplings`.
+    """
+    patcher.add_wrapper_with_key(_outermost(), key, function)
+    moment = getattr(find("comfy.patcher_extension.CallbacksMP"), _AFTER_UNLOADING, None)
+    if moment is not None:
+        # A patcher that is freed, or makes way for a clone, leaves the weights where they are.
+        patcher.add_callback_with_key(moment, key, lambda patcher, everything: everything and unloaded())
+
+
 def forget_callbacks(patcher: Any, key: str) -> None:
     """Take out the functions that were added with a key."""
-    after_clone = getattr(find("comfy.patcher_extension.CallbacksMP"), _AFTER_CLONE, None)
-    for moment in (*_moments(), after_clone) if hasattr(patcher, "remove_callbacks_with_key") else ():
+    names = find("comfy.patcher_extension.CallbacksMP")
+    others = [getattr(names, name, None) for name in (_AFTER_CLONE, _AFTER_UNLOADING)]
+    for moment in (*_moments(), *others) if hasattr(patcher, "remove_callbacks_with_key") else ():
         if moment is not None:
             patcher.remove_callbacks_with_key(moment, key)
+    if hasattr(patcher, "remove_wrappers_with_key") and _outermost() is not None:
+        patcher.remove_wrappers_with_key(_outermost(), key)
+
+
+def _outermost() -> str | None:
+    return getattr(find("comfy.patcher_extension.WrappersMP"), _AROUND_SAMPLING, None)
+
+
+def free_memory(device: torch.device, size: int) -> None:
+    """Have ComfyUI make room for so many bytes."""
+    if free := find(f"{MANAGEMENT}.free_memory"):
+        free(size, device)
 
 
 def _moments() -> tuple[str | None, str | None]:

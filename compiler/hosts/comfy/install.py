@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,10 +40,11 @@ from .coexistence import (
     set_torch_compile_aside,
     tidy_after,
 )
+from .low_rank import LowRankBranches
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
-from .texts import capture_line, left_text, status_text
+from .texts import NO_BRANCHES, branches_line, capture_line, left_text, status_text
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,8 @@ class Status:
     def __init__(self, request: Request, left: str) -> None:
         self.refused: Sequence[str] = ()
         """Why graphs of a file cannot serve here."""
+        self.branches: LowRankBranches | None = None
+        """What runs LoRAs beside quantised weights, if somebody asked for that."""
         self._request = request
         self._left = left
         self._wrappers: list[weakref.ref[NetworkWrapper]] = []
@@ -115,8 +119,7 @@ class Status:
         lines = [status_text(compiled.summary(), self._request.source), *self.refused]
         if compiled.background is not None and compiled.background.is_busy:
             lines.append("compiling in the background")
-        if line := self.capture_line():
-            lines.append(line)
+        lines += [line for line in (self.capture_line(), branches_line(self.branches)) if line]
         return "\n".join(lines) + self._left
 
     def capture_line(self) -> str:
@@ -137,9 +140,14 @@ def install(target: PatchedNetwork, request: Request) -> str:
     chosen = _choose(target, request)
     if isinstance(chosen, Refused):
         return f"not compiled: {chosen.reason}"
-    built = _build(target, request, chosen)
-    _compile(target, request, built)
-    _attach(target, request, chosen, built)
+    branches = _branches(target, request, chosen)
+    # What compiles in the background sees the branches of the calls that ask for it.
+    with branches.ahead(target.patcher) if branches and not request.background else nullcontext():
+        built = _build(target, request, chosen)
+        _compile(target, request, built)
+        _attach(target, request, chosen, built)
+    if branches is not None:
+        _attach_branches(target, built, branches)
     return built.status.text()
 
 
@@ -165,7 +173,24 @@ def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
             f"\ncompiled without {backend.name}, which has nothing to add: the model's weights are quantised already"
         )
         backend, _ = choose_backend(AUTO, target.device)
+    if request.low_rank and not comfy_compat.wraps_samplings(target.patcher):
+        left += f"\n{NO_BRANCHES}"
     return Chosen(regions, backend, left)
+
+
+def _branches(target: PatchedNetwork, request: Request, chosen: Chosen) -> LowRankBranches | None:
+    """Return what runs LoRAs beside quantised weights, if somebody has asked for it and ComfyUI can be asked."""
+    if request.low_rank and target.prefix and comfy_compat.wraps_samplings(target.patcher):
+        return LowRankBranches(target.network, [region.path for region in chosen.regions])
+    return None
+
+
+def _attach_branches(target: PatchedNetwork, built: Built, branches: LowRankBranches) -> None:
+    """Put the branches around the samplings of the patcher."""
+    comfy_compat.wrap_samplings(target.patcher, CALLBACKS_KEY, branches, branches.unloaded)
+    _call_around_samplings(target, branches.begin, None)
+    built.status.branches = branches
+    branches.on_change = built.status.tell
 
 
 def _is_quantized(regions: Iterable[Region]) -> bool:
@@ -319,10 +344,12 @@ class SamplingEnd:
             self._status.tell()
 
 
-def _call_around_samplings(target: PatchedNetwork, begin: Callable[[], None] | None, end: Callable[[], None]) -> None:
+def _call_around_samplings(
+    target: PatchedNetwork, begin: Callable[[], None] | None, end: Callable[[], None] | None
+) -> None:
     """Have functions called when a sampling of this patcher begins and ends."""
     comfy_compat.call_around_samplings(
-        target.patcher, CALLBACKS_KEY, begin and (lambda patcher: begin()), lambda patcher: end()
+        target.patcher, CALLBACKS_KEY, begin and (lambda patcher: begin()), end and (lambda patcher: end())
     )
 
 

@@ -32,6 +32,8 @@ class Request:
     """Whether to compile while the model runs, block by block, and not before."""
     capture: bool = True
     """Whether steps that repeat may be replayed as CUDA graphs."""
+    low_rank: bool = False
+    """Whether LoRAs on quantised weights are computed beside the layers, instead of merged into the weights."""
 
 
 ANYTHING = Request()

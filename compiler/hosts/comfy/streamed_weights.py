@@ -30,6 +30,7 @@ from ...common.inner_tensors import TENSOR_TYPES
 from ...common.reason import ReasonCode, Unsupported
 from ...common.tensor_slots import Slot, owned_tensor_slots
 from ...common.weight_source import RESIDENT
+from ...identity.low_rank import is_factor
 from ...identity.memory_format import has_layouts, stride_in
 from . import comfy_compat
 from .kept_weights import KeptWeights
@@ -495,6 +496,8 @@ class KeptTensors:
 
     def _restored(self, group: dict[str, Any], name: str) -> torch.Tensor:
         tensor = group[name]
+        if is_factor(name):  # stays in place by itself, and its memory is given back with the model's
+            return tensor
         kept = self._kept.setdefault((id(group), name), tensor)
         if kept is tensor:
             return tensor
@@ -624,7 +627,8 @@ def dtype_of(layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
     if not hasattr(layer, "comfy_cast_weights") or PLACE in attributes:
         return dtype
     is_loaded = SIGNATURE in attributes
-    own = [t for group in (layer._parameters, layer._buffers) for t in group.values() if t is not None]
+    groups = layer._parameters, layer._buffers
+    own = [t for group in groups for name, t in group.items() if t is not None and not is_factor(name)]
     return dtype if not is_loaded and sum(t.nbytes for t in own) > SMALL_BYTES else tensor.dtype
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from ...identity.regions import is_torch_compiled
 from ...runtime.network_wrapper import NetworkWrapper
 from ...runtime.summary import Summary
+from .low_rank import LowRankBranches
 
 
 def status_text(summary: Summary, source: str) -> str:
@@ -58,6 +59,16 @@ def capture_line(entrance: NetworkWrapper) -> str:
     if replay.reason:
         return f"steps without CUDA graphs: {replay.reason}"
     return "steps as CUDA graphs" if replay.has_replayed else ""
+
+
+NO_BRANCHES = "LoRAs are merged into quantised weights: this ComfyUI does not say when a sampling begins"
+
+
+def branches_line(branches: LowRankBranches | None) -> str:
+    """Return how the LoRAs of the last sampling were run; nothing if none ran beside quantised weights."""
+    if branches is None or not branches.count:
+        return ""
+    return f"LoRAs beside the quantised weights of {branches.count} layers, which stay as they are"
 
 
 def network_kind(model: nn.Module) -> str:

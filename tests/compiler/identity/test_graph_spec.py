@@ -93,6 +93,17 @@ def test_rebuild_gives_back_the_structure_of_the_result(result):
     assert graph.rebuild(tensors) == result
 
 
+def test_weights_with_one_symbol_have_one_rank():
+    ranked = tuple(
+        WeightSpec(name, (rank, 3), (3, 1), "torch.float32") for name, rank in zip("abc", ("s2", "s2", "s3"))
+    )
+    shared = dataclasses.replace(spec((4,)), weights=ranked)
+    one, other = torch.zeros(16, 3), torch.zeros(32, 3)
+    assert shared.agrees_on_ranks([one, one, other])
+    assert not shared.agrees_on_ranks([one, other, other])
+    assert spec((4,)).agrees_on_ranks([torch.zeros(4, 3)])
+
+
 def test_weight_layout_has_torch_types():
     assert spec((4,)).weight_layout == [((4, 3), (3, 1), torch.bfloat16, torch.device("cpu"))]
 

@@ -27,7 +27,11 @@ from safetensors.numpy import save
 SPEC = GraphSpec(
     region="Block",
     device="cpu",
-    weights=(WeightSpec("linear.weight", (4, 3), (3, 1), "torch.float32"), WeightSpec("scale", (), (), "torch.half")),
+    weights=(
+        WeightSpec("linear.weight", (4, 3), (3, 1), "torch.float32"),
+        WeightSpec("scale", (), (), "torch.half"),
+        WeightSpec("linear.compiled_graphs_down", ("s2", 3), (3, 1), "torch.half"),
+    ),
     inputs=(InputSpec(("s0", "s1*2", 16), "torch.float32", "contiguous"),),
     guards=("s0 % 2 == 0",),
     mutated=(0,),
@@ -215,7 +219,7 @@ def test_manifest_with_a_wrong_type_loads_or_fails(data):
                 outcomes.append("refused" if "\n" not in str(error) else str(error))
                 continue
             assert all(isinstance(each.hints, tuple) for each in entry.spec.inputs)
-            assert all(type(size) is int for weight in entry.spec.weights for size in weight.shape)
+            assert all(type(size) in (int, str) for weight in entry.spec.weights for size in weight.shape)
             json.dumps(dataclasses.asdict(entry), ensure_ascii=False).encode()
             hash(entry.spec)
             outcomes.append("read")

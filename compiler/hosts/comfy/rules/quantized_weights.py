@@ -53,6 +53,8 @@ OPAQUE_LINEARS = {
 }
 """Layouts whose linear function is no operator: the function, and the parameter that each of its arguments takes."""
 
+INT8_LAYOUT = "TensorWiseINT8Layout"
+"""Of weights that ComfyUI takes from their layer where it fuses an activation (`comfy.ops.linear_input_act`)."""
 DATA = "_qdata"
 """Attribute of a quantised weight: its values."""
 _KNOWN = "_compiled_graphs_inner_tensors"
@@ -117,7 +119,7 @@ def hide_from_fused_inputs(weightless: nn.Module) -> None:
     quantized = quantized_type()
     for layer in weightless.modules() if quantized is not None else ():
         weight = layer._parameters.get("weight") if type(layer).__name__ == "Linear" else None
-        if isinstance(weight, quantized) and weight._layout_cls == "TensorWiseINT8Layout":
+        if isinstance(weight, quantized) and weight._layout_cls == INT8_LAYOUT:
             layer.__class__ = _with_hidden_weight(type(layer))
 
 

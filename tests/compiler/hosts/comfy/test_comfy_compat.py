@@ -27,6 +27,7 @@ USED_BY_COMFYUI = {
     "comfy.cli_args.args",
     "comfy.model_management.throw_exception_if_processing_interrupted",
     "comfy.model_patcher.ModelPatcher",
+    "comfy.patcher_extension.WrappersMP",
 }
 """Names without which ComfyUI itself does not run: they are kept from us alone."""
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import comfy.lora
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, low_rank, synthetic_calls, worker_setup
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install, synthetic_calls, worker_setup
+from compiled_graphs.compiler.hosts.comfy.deep_cache import Settings, use_deep_cache
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.regions import find_regions
 from compiled_graphs.compiler.tracing.shape_discovery import discover_requests
 from gguf_double import GGMLLinear, GGMLTensor, Type
 from recorders import repeat
+from rows import random
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -144,3 +147,49 @@ def test_inductor_gives_a_gguf_models_image(gguf, sample, registry):
     ours, text = compiled(model, "inductor")
     assert " 0 eager" in text
     assert_images(sample, ours, model)
+
+
+def with_lora(patcher, rank, strength):
+    """Return a clone with a LoRA on the layers that read the text."""
+    patcher, keys = patcher.clone(), []
+    for path, module in patcher.model.diffusion_model.named_modules():
+        if path.endswith(("attn2.to_k", "attn2.to_v")):
+            keys.append(f"diffusion_model.{path}.weight")
+            up, down = random(module.weight.shape[0], rank, seed=1, scale=0.2), random(rank, 768, seed=2, scale=0.2)
+            file = {"a.lora_up.weight": up, "a.lora_down.weight": down}
+            assert len(patcher.add_patches(comfy.lora.load_lora(file, {"a": keys[-1]}), strength)) == 1
+    assert keys
+    return patcher
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
+def test_a_lora_beside_weights_of_gguf_compiles_nothing(kind, gguf, load, sample, registry):
+    model, plain = gguf(kind), load("tiny_sd15")
+    regions = [region.path for region in find_regions(model.model.diffusion_model)]
+    if not comfy_compat.wraps_samplings(model):
+        pytest.skip("this ComfyUI does not say when a sampling begins")
+    with torch.no_grad():
+        for path, layer in model.model.diffusion_model.named_modules():
+            if isinstance(layer, GGMLLinear):
+                own = plain.model.diffusion_model.get_submodule(path)
+                own.weight.copy_(layer.get_weight(layer.weight, torch.float32))
+                if own.bias is not None:
+                    own.bias.copy_(layer.get_weight(layer.bias, torch.float32))
+    for layer in layers(model):  # a LoRA of an earlier sampling, which ComfyUI-GGUF takes out when it loads the model
+        layer.weight.patches = [1.5]
+    assert low_rank.branches_of(with_lora(model, 4, 1.0), model.model.diffusion_model, frozenset(regions))
+    for layer in layers(model):
+        layer.weight.patches = []
+    ours, _ = host.compile_model(model, host.Request("eager", verify=False, low_rank=True))
+    sample(with_lora(ours, 4, 1.0), "tiny_sd15")
+    before = totals.eager_calls.copy()
+    with totals.expect(compiles=0, retired=0):
+        for rank, strength in ((4, 1.0), (4, 0.5), (20, 1.0)):
+            image = sample(with_lora(ours, rank, strength), "tiny_sd15")
+            expected = sample(with_lora(plain, rank, strength), "tiny_sd15")
+            assert (image - expected).norm() <= BOUND * expected.norm()
+            assert (image - sample(plain, "tiny_sd15")).norm() > 10 * BOUND * expected.norm()
+        both = [use_deep_cache(with_lora(each, 4, 1.0), Settings(), lambda text: None)[0] for each in (ours, plain)]
+        image, expected = (sample(each, "tiny_sd15", steps=4) for each in both)
+        assert (image - expected).norm() <= BOUND * expected.norm()
+    assert totals.eager_calls == before

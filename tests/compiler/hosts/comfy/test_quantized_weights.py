@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 import weakref
+from functools import partial
 
 import comfy.model_management
 import comfy.ops
@@ -30,19 +31,10 @@ from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.tracing.export import export_region
 from compiled_graphs.compiler.tracing.graph_request import GraphRequest
 from compiled_graphs.compiler.tracing.weightless_copy import weightless_copy
+from quantized_flux import KIND_OF_SCALE, error, flux_state, load_flux, quant_ops, quantized, sampled
 from rows import adapted, linear_weights, low_rank
 from vbar import stream
 
-quant_ops = pytest.importorskip("comfy.quant_ops", reason="this ComfyUI has no quantised weights")
-if not getattr(quant_ops, "_CK_AVAILABLE", False):
-    pytest.skip("comfy_kitchen is not installed", allow_module_level=True)
-
-FLUX = {
-    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 64,
-    "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2, "depth_single_blocks": 2,
-    "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
-}  # fmt: skip
-KIND_OF_SCALE = {"float8_e4m3fn": {"scale": "recalculate"}, "float8_e5m2": {"scale": "recalculate"}}
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
 NATIVE_ON_CPU = ("float8_e4m3fn", "float8_e5m2")
 """Formats that a CPU can multiply as they are, though ComfyUI has it dequantise them."""
@@ -50,60 +42,18 @@ NATIVE_ON_CPU = ("float8_e4m3fn", "float8_e5m2")
 
 @pytest.fixture(scope="module")
 def state():
-    """The weights of a small Flux, in bfloat16."""
-    from comfy.ldm.flux.model import Flux
-
-    settings = {name: value for name, value in FLUX.items() if name != "image_model"}
-    network = Flux(**settings, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in network.named_parameters():
-            if weight.ndim > 1:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * weight[0].numel() ** -0.5)
-            else:
-                weight.fill_(1.0 if name.endswith(("weight", "scale")) else 0.02)
-    return {name: weight.to(torch.bfloat16) for name, weight in network.state_dict().items()}
-
-
-def quantized(state, chosen, **settings):
-    """Quantise the blocks' matrices as a checkpoint has them. `chosen` names a format, or returns one for a key."""
-    out = {}
-    for key, weight in state.items():
-        format_ = chosen(key) if callable(chosen) else chosen
-        out[key] = weight
-        if format_ is None or weight.ndim != 2 or "_blocks." not in key or not key.endswith(".weight"):
-            continue
-        layout = quant_ops.QUANT_ALGOS[format_]["comfy_tensor_layout"]
-        made = quant_ops.QuantizedTensor.from_float(weight, layout, **KIND_OF_SCALE.get(format_, {}))
-        out.update(made.state_dict(key))
-        note = json.dumps({"format": format_, **settings}).encode()
-        out[f"{key.removesuffix('weight')}comfy_quant"] = torch.tensor(list(note), dtype=torch.uint8)
-    return out
+    return flux_state()
 
 
 @pytest.fixture
 def flux(state):
-    """Load the small Flux with weights in a format, as the nodes load it."""
-
-    def load(chosen, **settings):
-        with torch.inference_mode():
-            return comfy.sd.load_diffusion_model_state_dict(quantized(state, chosen, **settings))
-
-    return load
+    return partial(load_flux, state)
 
 
-def sampled(model, height=16, width=24, tokens=20, steps=2):
-    """Sample; sizes in latent units."""
-    latent = torch.zeros(1, 16, height, width)
-    text, pooled = (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-        for seed, shape in ((1, (1, tokens, 64)), (2, (1, 64)))
-    )
-    with torch.inference_mode():
-        conditioning = [[text, {"pooled_output": pooled}]]
-        noise = comfy.sample.prepare_noise(latent, 1)
-        arguments = (model, noise, steps, 1.0, "euler", "simple", conditioning, conditioning, latent)
-        return comfy.sample.sample(*arguments, disable_pbar=True, seed=1)
+@pytest.fixture
+def native(monkeypatch):
+    """Have ComfyUI multiply float8 as it is, as on a GPU of 2023 or newer."""
+    monkeypatch.setattr(comfy.model_management, "supports_fp8_compute", lambda *args, **kwargs: True)
 
 
 def compiled(model, backend="eager", **options):
@@ -112,17 +62,7 @@ def compiled(model, backend="eager", **options):
     return ours
 
 
-def error(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item()
-
-
 SIZES = ({}, {"height": 24, "width": 32}, {"height": 8, "width": 40, "tokens": 33})
-
-
-@pytest.fixture
-def native(monkeypatch):
-    """Have ComfyUI multiply float8 as it is, as on a GPU of 2023 or newer."""
-    monkeypatch.setattr(comfy.model_management, "supports_fp8_compute", lambda *args, **kwargs: True)
 
 
 @pytest.mark.parametrize("name", NATIVE_ON_CPU)
