@@ -4,7 +4,8 @@ A call's signature holds everything that can require another graph: which inputs
 and devices, and every argument that is not a tensor. Sizes are not part of it: they are dynamic dimensions of a graph.
 
 An int that follows the sizes of a call is a size, too: a number of tokens, the place where a reference begins. A graph
-takes such an int as the length of an otherwise unused tensor, so that it is a dynamic dimension like any other.
+takes such an int as the length of an otherwise unused tensor, so that it is a dynamic dimension like any other. An int
+of an object that is a size of the object's own tensor is read off that tensor.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch
 from ..common.inner_tensors import TENSOR_TYPES
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import pytree
-from .dataclass_arguments import Packed, Unpacking, field_names, from_json, packed, to_json, values_of
+from .object_arguments import Dimension, Packed, Unpacking, contents, from_json, packed, to_json
 
 _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     type(None): (lambda value: value, lambda value: None),
@@ -46,7 +48,7 @@ class Call:
     arguments: Mapping[str, Any]
     """Every parameter by name, in the order of the signature, with defaults and without context arguments.
 
-    Dataclasses are packed.
+    Objects are packed.
     """
     context: Mapping[str, Any]
     """The host's bookkeeping, by parameter name."""
@@ -106,6 +108,8 @@ TENSOR, SIZE = _Marker("TENSOR"), _Marker("SIZE")
 
 Place = tuple[Any, ...]
 """Where a value stands in a call's arguments: keys of dictionaries, numbers of items."""
+SizePlaces = Mapping[Place, Dimension | None]
+"""Where ints are sizes, each with the size of its object's tensor that it is, if it is one."""
 SIZES = range(2, 2**24)
 """Ints that may be sizes. Tracing takes 0 and 1 for constants."""
 
@@ -134,7 +138,7 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
     except TypeError as error:
         raise Unsupported(ReasonCode.CALL_MISFIT, f"{cls.__name__}.forward: {error}") from None
     bound.apply_defaults()
-    arguments = {name: packed(value) for name, value in bound.arguments.items()}
+    arguments = {name: packed(value, cls) for name, value in bound.arguments.items()}
     context = {name: arguments.pop(name) for name in context_arguments & arguments.keys()}
     if rest := _rest_name(cls):
         extra = arguments[rest]
@@ -143,34 +147,37 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
     return Call(arguments, context)
 
 
-def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+def describe(value: Any, tensors: list[torch.Tensor], block: type = NoneType) -> Any:
     """Return a hashable that is equal for arguments that agree down to sizes and strides. Appends to `tensors`.
 
-    Raises Unsupported for a value that no key can hold.
+    `block` is the class that the arguments are for. Raises Unsupported for a value that no key can hold.
     """
     kind = type(value)
     if kind in TENSOR_TYPES:
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.device
     if kind in (tuple, list):
-        return kind, *[describe(item, tensors) for item in value]
+        return kind, *[describe(item, tensors, block) for item in value]
     if kind is dict:
-        return kind, *[(key, describe(item, tensors)) for key, item in value.items()]
+        return kind, *[(key, describe(item, tensors, block)) for key, item in value.items()]
     if isinstance(value, torch.Tensor):
         raise Unsupported(ReasonCode.TENSOR_TYPE, kind.__name__)
-    if (names := field_names(kind)) is not None:
-        return kind, *[describe(item, tensors) for item in values_of(value, names)]
-    if kind not in STATIC_TYPES:  # a subclass may mean something else
+    if kind in STATIC_TYPES:  # a subclass may mean something else
+        return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
+    found = contents(value, block)
+    if found is None:
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, kind.__name__)
-    return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
+    names, values = found
+    inner = NoneType if names else block  # what an object with attributes of its own holds is no object
+    return kind, names, *[describe(item, tensors, inner) for item in values]
 
 
 def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
     """Call the `forward` of a module's class with the arguments and the context that `bind` returned.
 
-    Raises Unsupported if the block writes to a dataclass that it is given, or if one's class is not what it was.
+    Raises Unsupported if the block writes to an object that it is given, or if one's class is not what it was.
     """
-    signature, unpacked = forward_signature(type(module)), Unpacking()
+    signature, unpacked = forward_signature(type(module)), Unpacking(type(module))
     arguments = {name: unpacked(value) for name, value in arguments.items()}
     ordered = {name: context.get(name, arguments.get(name)) for name in signature.parameters}
     if rest := _rest_name(type(module)):
@@ -189,7 +196,7 @@ def _rest_name(cls: type) -> str | None:
 
 
 def read(
-    call: Call, fake: bool = False, patch_points: str = "", sizes: Set[Place] = frozenset()
+    call: Call, fake: bool = False, patch_points: str = "", sizes: SizePlaces = MappingProxyType({})
 ) -> tuple[CallSignature, list[torch.Tensor]]:
     """Return a call's signature and its tensors in order.
 
@@ -240,24 +247,50 @@ def _marker(leaf: Any) -> Any:
     return SIZE if type(leaf) is _Size else TENSOR if isinstance(leaf, torch.Tensor) else leaf
 
 
-def size_places(one: str, other: str) -> frozenset[Place]:
-    """Return where two signatures differ, if they differ only in ints: these follow the sizes of the calls."""
-    (outline, *rest), (other_outline, *other_rest) = json.loads(one), json.loads(other)
-    return frozenset(_differing_ints(outline, other_outline) or ()) if rest == other_rest else frozenset()
+def size_places(one: Call, other: Call) -> dict[Place, Dimension | None]:
+    """Return where two calls differ, if they differ only in ints besides tensors: these follow the calls' sizes."""
+    (outline, *rest), (other_outline, *other_rest) = (
+        json.loads(read(call, fake=True)[0].text) for call in (one, other)
+    )
+    places = _differing_ints(outline, other_outline) if rest == other_rest else None
+    return {place: _dimension(place, one, other) for place in places or ()}
 
 
-def places_of_sizes(text: str) -> frozenset[Place]:
+def _dimension(place: Place, *calls: Call) -> Dimension | None:
+    """Return the size of its object's tensor that an int is in all calls; None if it is none."""
+    common: set[Dimension] | None = None
+    for call in calls:
+        *outer, index = place
+        value: Any = call.arguments
+        for key in outer:
+            value = (value.values if type(value) is Packed else value)[key]
+        found = Dimension.all_of(value.values, value.values[index]) if type(value) is Packed else []
+        common = set(found) if common is None else common & set(found)
+    return min(common, default=None, key=lambda found: (found.position, found.axis))
+
+
+def places_of_sizes(text: str) -> dict[Place, Dimension | None]:
     """Return where a signature has sizes."""
-    return frozenset(place for place, outline in _walked(json.loads(text)[0]) if outline[0] == "size")
+    parts = [(place, part) for place, part in _walked(json.loads(text)[0]) if part[0] in ("size", "dimension")]
+    return {place: Dimension(*part[2:]) if part[0] == "dimension" else None for place, part in parts}
 
 
-def with_sizes(text: str, sizes: Set[Place]) -> str:
+def with_sizes(text: str, sizes: SizePlaces) -> str:
     """Return the text of a signature in which ints at these places are sizes."""
     outline, *rest = json.loads(text)
     for place, part in _walked(outline):
-        if place in sizes and part[0] == "int" and part[1] in SIZES:
+        if place not in sizes or part[0] != "int":
+            continue
+        if dimension := sizes[place]:
+            part[:] = _outline(dimension)
+        elif part[1] in SIZES:
             part[:] = ["size", 1]
     return json.dumps([outline, *rest], separators=(",", ":"))
+
+
+def covers(text: str, plain: str) -> bool:
+    """Whether a signature is that of a call, or would be if some ints of the call were sizes."""
+    return text == plain or with_sizes(plain, places_of_sizes(text)) == text
 
 
 def _walked(outline: list, place: Place = ()) -> Iterator[tuple[Place, list]]:
@@ -292,19 +325,26 @@ def _differing_ints(one: list, other: list, place: Place = ()) -> list[Place] | 
     return found
 
 
-def _with_sizes(arguments: dict[str, Any], sizes: Set[Place]) -> dict[str, Any]:
+def _with_sizes(arguments: dict[str, Any], sizes: SizePlaces) -> dict[str, Any]:
     """Return arguments in which ints at these places are sizes."""
     device = next((leaf.device for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)), None)
 
-    def replaced(value: Any, place: Place) -> Any:
-        if type(value) is int and place in sizes and value in SIZES and device is not None:
+    def size(value: int, dimension: Dimension | None, siblings: tuple) -> Any:
+        if dimension is not None:
+            return dimension if dimension.of(siblings) == value else value
+        if value in SIZES and device is not None:
             return _Size(torch.empty(value, dtype=torch.uint8, device=device))
+        return value
+
+    def replaced(value: Any, place: Place, siblings: tuple = ()) -> Any:
+        if type(value) is int and place in sizes:
+            return size(value, sizes[place], siblings)
         if type(value) is dict:
             return {key: replaced(item, (*place, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(replaced(item, (*place, i)) for i, item in enumerate(value))
+            return type(value)(replaced(item, (*place, i), siblings) for i, item in enumerate(value))
         if type(value) is Packed:
-            return value._replace(values=replaced(value.values, place))
+            return value._replace(values=replaced(value.values, place, value.values))
         return value
 
     return replaced(arguments, ())
@@ -314,6 +354,8 @@ def _outline(value: Any) -> list:
     """Return a value as JSON: its type and its content."""
     if type(value) is _Size:
         return ["size", value.tensor.ndim]
+    if type(value) is Dimension:
+        return ["dimension", None, value.position, value.axis]
     if isinstance(value, torch.Tensor):
         return ["tensor", value.ndim, str(value.dtype), str(value.device)]
     if type(value) in STATIC_TYPES:
@@ -338,13 +380,15 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
     if kind == "size":
         tensors.append((1, torch.uint8))
         return SIZE
+    if kind == "dimension":
+        return Dimension(int(outline[2]), int(outline[3]))
     if kind == "dict":
         return {_fill_in(key, tensors): _fill_in(item, tensors) for key, item in content}
     if kind in ("list", "tuple"):
         items = [_fill_in(item, tensors) for item in content]
         return tuple(items) if kind == "tuple" else items
     if kind == "dataclass":
-        return from_json(content, outline[2], outline[3], lambda item: _fill_in(item, tensors))
+        return from_json(content, *outline[2:], read=lambda item: _fill_in(item, tensors))
     return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)
 
 
@@ -375,6 +419,7 @@ class ContextArguments:
 
     def __init__(self, cls: type, names: frozenset[str]) -> None:
         self.names = names
+        self._cls = cls
         parameters = forward_signature(cls).parameters if names else ()
         self.places = {index: name for index, name in enumerate(parameters) if name in names}
         """Their positions."""
@@ -393,9 +438,9 @@ class ContextArguments:
     def token(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, list[torch.Tensor]]:
         """Return what tells a call from others by its remaining arguments, and the tensors among those."""
         tensors: list[torch.Tensor] = []
-        names, places = self.names, self.places
+        names, places, cls = self.names, self.places, self._cls
         token = (
-            tuple([None if i in places else describe(value, tensors) for i, value in enumerate(args)]),
-            tuple([(name, name in names or describe(value, tensors)) for name, value in kwargs.items()]),
+            tuple([None if i in places else describe(value, tensors, cls) for i, value in enumerate(args)]),
+            tuple([(name, name in names or describe(value, tensors, cls)) for name, value in kwargs.items()]),
         )
         return token, tensors

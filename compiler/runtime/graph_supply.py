@@ -24,6 +24,7 @@ from ..common.torch_compat import needs_values
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
+from ..identity.call_signature import covers
 from ..identity.graph_spec import GraphIdentity
 from ..storage.graph_file import StoredGraph
 from ..tracing.graph_request import GraphRequest
@@ -166,7 +167,7 @@ class GraphSupply:
                 return Reason(ReasonCode.DEPENDS_ON_VALUES, operator)
             return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
         of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
-        if signature.text not in {request.signature.text for request in of_kind}:
+        if not any(covers(request.signature.text, signature.text) for request in of_kind):
             # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
             alike = (request.with_signature(signature) for request in of_kind)
             requests += [request for request in alike if request][:1]

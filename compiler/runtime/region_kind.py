@@ -30,6 +30,7 @@ from ..identity.call_signature import (
 )
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
+from ..identity.object_arguments import Dimension
 
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""
@@ -99,7 +100,7 @@ class RegionKind:
     """By signature text: why there is no graph, or no other than there are."""
     plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
     """By argument shapes."""
-    sizes: set[Place] = field(default_factory=set)
+    sizes: dict[Place, Dimension | None] = field(default_factory=dict)
     """Where calls have ints that are sizes for some graph."""
     closed: Reason | None = None
     """Why no call at all can be compiled."""
@@ -132,6 +133,7 @@ class RegionKind:
     def mark_eager(self, signature_text: str, reason: Reason) -> None:
         """Run calls of this signature eagerly from now on, but for sizes that a graph serves."""
         self.refusals[signature_text] = reason
+        self.sizes |= places_of_sizes(signature_text)
         self.plans.clear()
 
     def evict(self, keys: Set[str]) -> None:

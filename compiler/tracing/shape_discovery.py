@@ -6,9 +6,10 @@ this takes seconds and no memory for any model, before it is loaded or sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from ..common.host import Host
 from ..common.reason import Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree
-from ..identity.call_signature import Call, CallSignature, Place, bind, read, size_places
+from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
@@ -32,6 +33,11 @@ class Sizes:
     height: int
     width: int
     tokens: int
+
+    @property
+    def sound(self) -> int:
+        """The length of the sound of a video."""
+        return self.frames * 37
 
 
 SMALL = Sizes(batch=2, frames=3, height=40, width=56, tokens=89)
@@ -55,7 +61,7 @@ class _ObservedCall:
     device: torch.device
 
     @classmethod
-    def of(cls, call: Call, sizes: Set[Place] = frozenset()) -> _ObservedCall | None:
+    def of(cls, call: Call, sizes: SizePlaces = MappingProxyType({})) -> _ObservedCall | None:
         """Return a call, or None if it has no tensors. Raises Unsupported if no graph can take its arguments."""
         signature, tensors = read(call, fake=True, sizes=sizes)
         if not tensors:
@@ -143,7 +149,7 @@ def _with_sizes(one: _ObservedCall, other: _ObservedCall) -> tuple[_ObservedCall
     """Return two calls with ints that differ between them as sizes; if anything else differs, these calls."""
     if one.signature.text == other.signature.text:
         return one, other
-    places = size_places(one.signature.text, other.signature.text)
+    places = size_places(one.call, other.call)
     if not places:
         return one, other
     with FakeTensorMode(allow_non_fake_inputs=True):

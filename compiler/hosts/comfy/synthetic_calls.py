@@ -5,7 +5,7 @@ A call goes to a weightless copy of the network under fake tensors, to learn whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, An
         else:
             _call_resized(weightless, method, args, kwargs, sizes, sizes.batch)
     except Exception:
-        _call_resized(weightless, method, args, kwargs, sizes, _latent(args, kwargs).shape[0])
+        _call_resized(weightless, method, args, kwargs, sizes, _latents(args, kwargs)[0].shape[0])
 
 
 def _options() -> dict[str, Any]:
@@ -42,10 +42,10 @@ def _options() -> dict[str, Any]:
     return {ATTENTION_OVERRIDE: opaque_attention}
 
 
-def _latent(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """ControlNets are called by name. Models of picture and sound are given a list."""
+def _latents(args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """ControlNets are called by name. Models of video and sound are given both."""
     latent = args[0] if args else kwargs["x"]
-    return latent[0] if isinstance(latent, list | tuple) else latent
+    return list(latent) if isinstance(latent, list | tuple) else [latent]
 
 
 def _call_resized(
@@ -53,7 +53,8 @@ def _call_resized(
 ) -> None:
     """Call a network with empty tensors in place of a call's own, and without patches."""
     kwargs = {name: _options() if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
-    latent = _latent(args, kwargs)
+    latent, *others = _latents(args, kwargs)
+    sounds = {tensor.shape[2:] for tensor in others}
     context = kwargs.get("context")
     tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
     area = (sizes.frames, sizes.height, sizes.width)[-(latent.ndim - 2) :]
@@ -68,6 +69,8 @@ def _call_resized(
             shape[1] = sizes.tokens
         elif _is_picture(tensor, latent):
             shape[2:] = map(_side, area, shape[2:], latent.shape[2:])
+        elif tensor.shape[2:] in sounds:
+            shape[2 + _longest(shape[2:])] = sizes.sound
         elif tensor.ndim > 3:  # the text in several layers of an encoder, the sound of each frame
             others = {tokens: sizes.tokens} | ({latent.shape[2]: sizes.frames} if latent.ndim == 5 else {})
             shape[1:] = [others.get(side, side) for side in shape[1:]]
@@ -88,6 +91,11 @@ def _is_picture(tensor: torch.Tensor, latent: torch.Tensor) -> bool:
         return False
     areas = zip(tensor.shape[2:][-2:], latent.shape[2:][-2:], strict=True)
     return tensor.shape[1] == latent.shape[1] or all(own % other == 0 for own, other in areas)
+
+
+def _longest(sides: Sequence[int]) -> int:
+    """Return which side of a sound is its length. The others are channels and frequencies, of which there are few."""
+    return max(range(len(sides)), key=sides.__getitem__)
 
 
 def _side(wanted: int, own: int, latents: int) -> int:

@@ -19,6 +19,7 @@ import torch
 CPU = torch.device("cpu")
 WIDTH = 64
 """Of text, and of much else."""
+LENGTH = "length"
 
 
 class At(NamedTuple):
@@ -53,6 +54,18 @@ def still(channels: int) -> Tensors:
 
 def sound(channels: int, scale: int) -> Tensors:
     return lambda at: torch.zeros(at.batch, channels, at.height * scale)
+
+
+def with_sound(picture: Tensors, channels: int, *rest: int | str) -> Tensors:
+    """A video and its sound in one latent. `rest` are the sizes of the sound besides its length, which is `LENGTH`."""
+
+    def make(at: At) -> Any:
+        from comfy.nested_tensor import NestedTensor  # not in every ComfyUI
+
+        sizes = [at.frames * 8 if size == LENGTH else size for size in rest]
+        return NestedTensor((picture(at), torch.zeros(at.batch, channels, *sizes)))
+
+    return make
 
 
 class Vision:
@@ -117,7 +130,9 @@ class Architecture:
             noise = comfy.sample.prepare_noise(latent, 1)
             texts = self._conditioning(at, 1), self._conditioning(at, 2)
             arguments = (patcher, noise, 1, self.cfg, "euler", "simple", *texts, latent)
-            return comfy.sample.sample(*arguments, disable_pbar=True, seed=1)
+            sampled = comfy.sample.sample(*arguments, disable_pbar=True, seed=1)
+        parts = sampled.unbind() if getattr(sampled, "is_nested", False) else [sampled]
+        return torch.cat([part.flatten() for part in parts])
 
     def _conditioning(self, at: At, seed: int) -> list:
         made = {name: value(at) if callable(value) else value for name, value in self.extra.items()}
@@ -217,6 +232,10 @@ QWEN = {
 LTX = {
     "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 128, "attention_head_dim": 32,
     "num_attention_heads": 4, "caption_channels": WIDTH, "num_layers": 2,
+}  # fmt: skip
+LTX_2 = LTX | {
+    "image_model": "ltxav", "audio_in_channels": 128, "audio_cross_attention_dim": 64, "audio_attention_head_dim": 16,
+    "audio_num_attention_heads": 4, "connector_attention_head_dim": 32, "connector_num_attention_heads": 2,
 }  # fmt: skip
 SD3 = {
     "in_channels": 16, "out_channels": 16, "patch_size": 2, "depth": 2, "input_size": None, "adm_in_channels": WIDTH,
@@ -357,6 +376,7 @@ TABLE = (
     Architecture("HuMo", "WAN21_HuMo", WAN | {"model_type": "humo", "in_dim": 36}, video(16),
                  extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}),
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
+    Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16)),
     Architecture("HunyuanVideo", "HunyuanVideo", HUNYUAN, video(16), pooled=WIDTH),
     Architecture("HunyuanVideo, image to video", "HunyuanVideoI2V", HUNYUAN | {"in_channels": 33}, video(16),
                  pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0, since="ZImage"),
@@ -414,7 +434,6 @@ ELSEWHERE = {
         "WAN21_CausalAR_T2V", "WAN22_Camera", "WAN_Animate2", "WAN21_FlowRVS", "WAN21_SCAIL2", "WAN22_WanDancer",
         "Hunyuan3Dv2mini", "Hunyuan3Dv2_1"),
     "compiled when it was tried, and too slow for a test: its text is 53248 wide": ("Ideogram4",),
-    "uncompiled: its blocks are given an object of their own class (CompressedTimestep)": ("LTXAV",),
     "not tried": (
         "Stable_Cascade_C", "Stable_Cascade_B", "StableAudio", "StableAudio3",
         "MiniMaxH3", "GenmoMochi", "PiD", "PixelDiTT2I", "TripoSplat",

@@ -1,4 +1,4 @@
-"""Dataclasses of tensors as arguments: a graph takes their fields, and the block gets dataclasses."""
+"""Objects of tensors as arguments: a graph takes what they hold, and the block gets objects."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from types import ModuleType
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import ReasonCode, Unsupported
-from compiled_graphs.compiler.identity.call_signature import bind, call_forward, describe, parse, read
-from compiled_graphs.compiler.identity.dataclass_arguments import field_names, packed
+from compiled_graphs.compiler.identity.call_signature import (
+    bind,
+    call_forward,
+    covers,
+    describe,
+    parse,
+    read,
+    size_places,
+)
+from compiled_graphs.compiler.identity.fingerprint import fingerprint
+from compiled_graphs.compiler.identity.object_arguments import field_names, packed
 from compiled_graphs.compiler.registry.registry import Registry
 from networks import compile_network
 from torch import nn
@@ -52,6 +62,26 @@ class Slotted:
     shift: torch.Tensor
 
 
+class Steps:
+    """A value for each frame, and how many tokens a frame has."""
+
+    __slots__ = ("batch", "count", "note", "per_frame", "values")
+
+    def __init__(self, values: torch.Tensor, per_frame: int) -> None:
+        self.values, self.per_frame = values, per_frame
+        self.batch, self.count, _ = values.shape
+
+    def for_tokens(self) -> torch.Tensor:
+        if self.per_frame == 1:
+            return self.values
+        spread = self.values.unsqueeze(2).expand(self.batch, self.count, self.per_frame, -1)
+        return spread.reshape(self.batch, self.count * self.per_frame, -1)
+
+
+class Open(Steps):
+    """Has a dictionary."""
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -60,6 +90,19 @@ class Block(nn.Module):
     def forward(self, x, modulation):
         one, other = modulation
         return x + self.linear(x * (1 + one.scale) + one.shift) * other.image.scale * other.strength
+
+
+class StepBlock(Block):
+    def forward(self, x, steps):
+        if not isinstance(steps, (Steps, Open)):
+            raise TypeError
+        return self.linear(x) * steps.for_tokens()
+
+
+class StepWriter(Block):
+    def forward(self, x, steps: Steps):
+        steps.per_frame = 0
+        return self.linear(x)
 
 
 class Writer(Block):
@@ -82,6 +125,25 @@ class Network(nn.Module):
         modulation = Modulation(vector, vector + 1), Both(Offset.of(vector), self.strength)
         for block in self.blocks:
             x = block(x, modulation)
+        return x
+
+
+class StepNetwork(nn.Module):
+    """Is given frames, in each of which are several tokens."""
+
+    def __init__(self, block=StepBlock, steps=Steps):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.steps = steps
+
+    def inputs(self, at):
+        return (torch.zeros(at.batch, at.frames, at.width, WIDTH),)
+
+    def forward(self, x):
+        steps = self.steps(x.mean(2), x.shape[2])
+        x = x.flatten(1, 2)
+        for block in self.blocks:
+            x = block(x, steps)
         return x
 
 
@@ -115,6 +177,91 @@ def test_a_block_that_writes_to_a_dataclass_stays_eager():
     compiled = compile_network(network, Registry())
     assert torch.equal(network(x), expected)
     assert {reason.code for reason in compiled.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
+
+
+@pytest.mark.parametrize("steps", [Steps, Open])
+@torch.no_grad()
+def test_blocks_that_are_given_objects_with_methods_are_compiled_once_for_all_sizes(steps):
+    network = StepNetwork(steps=steps)
+    calls = [torch.randn(batch, frames, tokens, WIDTH) for batch, frames, tokens in ((2, 5, 7), (1, 1, 3), (3, 9, 2))]
+    expected = [network(x) for x in calls]
+    with totals.expect(compiles=1):
+        compiled = compile_network(network, Registry())
+        assert all(torch.equal(network(x), result) for x, result in zip(calls, expected, strict=True))
+    assert compiled.counters.eager_calls == {}
+
+
+@torch.no_grad()
+def test_a_block_that_writes_to_an_object_stays_eager():
+    network = StepNetwork(StepWriter)
+    x = torch.randn(2, 5, 7, WIDTH)
+    expected = network(x)
+    compiled = compile_network(network, Registry())
+    assert torch.equal(network(x), expected)
+    assert {reason.code for reason in compiled.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
+
+
+class StepMarker(Block):
+    def forward(self, x, steps: Steps):
+        steps.note = x
+        return self.linear(x)
+
+
+def test_a_block_that_adds_to_an_object_is_refused():
+    x = torch.zeros(1, 2, WIDTH)
+    call = bind(StepMarker, (x, Steps(x, 1)), {}, frozenset())
+    with pytest.raises(Unsupported) as refused:
+        call_forward(StepMarker(), call.arguments, {})
+    assert refused.value.reason.code is ReasonCode.WRITES_ARGUMENT
+
+
+def test_methods_of_an_object_are_part_of_what_a_block_is(monkeypatch):
+    before = fingerprint(StepBlock(), Host()), fingerprint(Block(), Host())
+    monkeypatch.setattr(Steps, "for_tokens", lambda self: self.values.repeat_interleave(self.per_frame, 1))
+    assert fingerprint(StepBlock(), Host()) != before[0]
+    assert fingerprint(Block(), Host()) == before[1]
+
+
+def test_a_signature_with_sizes_of_an_objects_tensors_can_be_read_back():
+    calls = [bind(StepBlock, (torch.zeros(b, f * n, WIDTH), Steps(torch.zeros(b, f, WIDTH), n)), {}, frozenset())
+             for b, f, n in ((2, 5, 7), (3, 9, 4))]  # fmt: skip
+    sizes = size_places(*calls)
+    found = [read(call, sizes=sizes)[0] for call in calls]
+    assert found[0].text == found[1].text
+    assert all(covers(found[0].text, read(call)[0].text) for call in calls)
+    assert not covers(found[0].text, signature(pair()).text)
+    again, tensors = parse(found[0].text)
+    assert again.text == found[0].text
+    assert (again.spec, again.leaves) == (found[0].spec, found[0].leaves)
+    assert len(tensors) == 3  # the tokens of a frame are no size of the object's tensor
+    block, x, values = StepBlock(), torch.randn(4, 6, WIDTH), torch.randn(4, 3, WIDTH)
+    given = again.fill([x, torch.empty(2), values])
+    assert torch.equal(call_forward(block, given, {}), block(x, Steps(values, 2)))
+
+
+def test_an_int_that_is_no_size_of_its_objects_tensor_in_this_call_stays_what_it_is():
+    one, other = (bind(StepBlock, (torch.zeros(1), Steps(torch.zeros(2, n, 4), 9)), {}, frozenset()) for n in (5, 6))
+    odd = Steps(torch.zeros(2, 7, 4), 9)
+    odd.count = 8
+    call = bind(StepBlock, (torch.zeros(1), odd), {}, frozenset())
+    sizes = size_places(one, other)
+    assert read(call, sizes=sizes)[0].text != read(one, sizes=sizes)[0].text
+
+
+@pytest.mark.parametrize("value", [Steps(torch.zeros(1, 2, 3), 4), slice(1), nn.Identity(), lambda: None])
+def test_only_objects_of_a_class_that_the_block_names_are_taken_apart(value):
+    for look in (lambda: describe(value, [], Block), lambda: signature(value)):
+        with pytest.raises(Unsupported, match=type(value).__name__):
+            look()
+
+
+def test_an_object_that_leads_to_itself_is_refused():
+    value = Open(torch.zeros(1, 2, 3), 4)
+    value.note = value
+    x = torch.zeros(1)
+    for look in (lambda: describe(value, [], StepBlock), lambda: read(bind(StepBlock, (x, value), {}, frozenset()))):
+        with pytest.raises(Unsupported, match="Open"):
+            look()
 
 
 def test_a_signature_with_dataclasses_can_be_read_back():
@@ -167,7 +314,7 @@ def test_an_object_that_holds_more_than_its_fields_is_refused():
     for look in (lambda: describe(value, []), lambda: signature(value)):
         with pytest.raises(Unsupported, match="Modulation"):
             look()
-    assert packed(Slotted(torch.zeros(1))).values
+    assert packed(Slotted(torch.zeros(1)), Block).values
 
 
 def test_dataclasses_in_lists_are_refused():

@@ -1,0 +1,222 @@
+"""Objects among the arguments of a block, such as the shift, scale and gate of a modulation (Flux 2, Chroma).
+
+pytree does not know them. While a call is looked at, a `Packed` takes the place of each, and pytree takes that apart
+as a tuple. The block itself gets objects again.
+
+Two sorts of class can be taken apart. A plain dataclass has no code that acts on its objects. Any other class must
+stand beside the block, in its module, and the block's code must name it: then the fingerprint of the block holds the
+code of the class, too (`CompressedTimestep` of LTX-2). Such an object holds tensors and plain values.
+
+A class is named in signatures by its module, its name and a digest of its source. Nothing is imported for a name, and
+no code of the class runs to make an object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..common.reason import ReasonCode, Unsupported
+from .source import functions_in, read_source
+
+_GENERATED = frozenset(
+    {"__init__", "__repr__", "__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__", "__setattr__", "__delattr__"}
+    | {"__replace__", "__getstate__", "__setstate__", "__annotate__", "__annotate_func__"}
+)
+"""What `dataclass` adds to a class. None of it computes anything in a block."""
+
+
+class Packed(NamedTuple):
+    """An object as a container of its values. pytree knows named tuples."""
+
+    cls: str
+    """The module and the qualified name, with a colon between."""
+    digest: str
+    """Of the class's source."""
+    values: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    """The attributes that hold the values; none for a plain dataclass, whose class says it."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """Stands for an int of an object that is a size of a tensor in the same object, whatever the call."""
+
+    position: int
+    """Of the tensor among the values."""
+    axis: int
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """Return the int, given the object's values; None if they have no such tensor."""
+        tensor = values[self.position] if self.position < len(values) else None
+        has_axis = isinstance(tensor, torch.Tensor) and self.axis < tensor.ndim
+        return tensor.shape[self.axis] if has_axis else None
+
+    @classmethod
+    def all_of(cls, values: Sequence[Any], size: int) -> list[Dimension]:
+        """Return all the places where tensors among these values have a size."""
+        tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        return [cls(i, axis) for i, tensor in tensors for axis, found in enumerate(tensor.shape) if found == size]
+
+
+@lru_cache(maxsize=256)
+def field_names(cls: type) -> tuple[str, ...] | None:
+    """Return the fields of a plain dataclass; None for any other class.
+
+    A plain one has no methods that act on an object, so reading its fields is all that a block can do.
+    """
+    if not dataclasses.is_dataclass(cls) or "<locals>" in cls.__qualname__:
+        return None
+    bases = [base for base in cls.__mro__ if base is not object]
+    entries = [(name, value) for base in bases for name, value in vars(base).items()]
+    if any(_acts_on_objects(name, value) for name, value in entries):
+        return None
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@lru_cache(maxsize=1024)
+def is_beside(cls: type, block: type) -> bool:
+    """Whether a class stands in the module of a block whose code names it, and its objects are their attributes.
+
+    Nothing of C may be in such an object, and no code of the class may run when it is read, copied or dropped.
+    """
+    if type(cls) is not type or issubclass(cls, nn.Module) or "<locals>" in cls.__qualname__ or hasattr(cls, "__del__"):
+        return False
+    if cls.__new__ is not object.__new__ or cls.__getattribute__ is not object.__getattribute__:
+        return False
+    homes = [base for base in block.__mro__ if base.__module__ == cls.__module__]
+    return any(cls in _named_classes(base) for base in homes)
+
+
+def _named_classes(cls: type) -> Iterator[Any]:
+    """Yield what the names in a class's code stand for now."""
+    for first, *rest in read_source(cls).names:
+        value = getattr(sys.modules.get(cls.__module__), first, None)
+        for part in rest:
+            value = getattr(value, part, None) if isinstance(value, types.ModuleType | type) else None
+        yield value
+
+
+def contents(value: Any, block: type) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
+    """Return the names and values of an object that a block is given; None if it is none that can be taken apart.
+
+    Raises Unsupported if a plain dataclass holds anything besides its fields.
+    """
+    if (names := field_names(type(value))) is not None:
+        return (), _values_of(value, names)
+    if is_beside(type(value), block):
+        names = _attribute_names(value)
+        return names, tuple(getattr(value, name) for name in names)
+    return None
+
+
+def _values_of(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the values of an object's attributes. Raises Unsupported if it holds anything else."""
+    if vars(value).keys() - set(names) if hasattr(value, "__dict__") else False:
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, type(value).__name__)
+    return tuple([getattr(value, name) for name in names])
+
+
+def _attribute_names(value: Any) -> tuple[str, ...]:
+    entries = [(name, entry) for base in type(value).__mro__ for name, entry in vars(base).items()]
+    slots = [name for name, entry in entries if isinstance(entry, types.MemberDescriptorType)]
+    held = [name for name in slots if hasattr(value, name)]
+    return tuple(sorted({*held, *getattr(value, "__dict__", ())}))
+
+
+def packed(value: Any, block: type) -> Any:
+    """Return a value with a `Packed` in place of each object in it, and in the tuples in it.
+
+    Lists and dictionaries stay what they are: a block may write to them.
+    """
+    if type(value) is tuple:
+        items = tuple([packed(item, block) for item in value])
+        return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+    found = contents(value, block)
+    if found is None:
+        return value
+    names, values = found
+    if not names:  # an object with attributes of its own may lead back to itself: what it holds is no object
+        values = tuple([packed(item, block) for item in values])
+    return Packed(f"{type(value).__module__}:{type(value).__qualname__}", _digest(type(value)), values, names)
+
+
+class Unpacking:
+    """Makes objects again, for one call of a block."""
+
+    def __init__(self, block: type) -> None:
+        self._block = block
+        self._made: list[tuple[Any, tuple[str, ...], list[Any]]] = []
+
+    def __call__(self, value: Any) -> Any:
+        """Return a value as the block gets it. Raises Unsupported if a class is not what it was."""
+        if type(value) is tuple:
+            items = tuple(map(self, value))
+            return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+        if not isinstance(value, Packed):
+            return value
+        cls = _class_of(value, self._block)
+        names, values = value.names or field_names(cls), [self(item) for item in value.values]
+        values = [item.of(values) if type(item) is Dimension else item for item in values]
+        made = cls.__new__(cls)
+        for name, item in zip(names, values, strict=True):
+            object.__setattr__(made, name, item)
+        self._made.append((made, names, values))
+        return made
+
+    def check(self) -> None:
+        """Raise Unsupported if the block has written to one of them: a graph would not."""
+        for made, names, values in self._made:
+            given = dict(zip(names, values, strict=True))
+            if set(_attribute_names(made)) != set(given) or any(getattr(made, n) is not v for n, v in given.items()):
+                raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+
+
+def to_json(value: Packed, of: Callable[[Any], list]) -> list:
+    """Return a packed object as JSON; `of` returns that of a value in it."""
+    names = [list(value.names)] if value.names else []
+    return ["dataclass", [of(item) for item in value.values], value.cls, value.digest, *names]
+
+
+def from_json(
+    content: list, cls: str, digest: str, names: Sequence[str] = (), *, read: Callable[[list], Any]
+) -> Packed:
+    """Return what an outline describes; `read` does that for a value in it. Looks no class up."""
+    return Packed(str(cls), str(digest), tuple(read(item) for item in content), tuple(map(str, names)))
+
+
+def _acts_on_objects(name: str, value: Any) -> bool:
+    if isinstance(value, classmethod | staticmethod) or name in _GENERATED:
+        return False
+    return bool(functions_in(value))
+
+
+def _class_of(value: Packed, block: type) -> type:
+    """Return the class that is loaded under the name. Raises Unsupported if it is another one by now."""
+    module, _, name = value.cls.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or not _fits(value, found, block) or _digest(found) != value.digest:
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, name)
+    return found
+
+
+def _fits(value: Packed, cls: type, block: type) -> bool:
+    names = field_names(cls) if not value.names else value.names if is_beside(cls, block) else None
+    return names is not None and len(names) == len(value.values)
+
+
+@lru_cache(maxsize=256)
+def _digest(cls: type) -> str:
+    sources = [read_source(base).digest for base in cls.__mro__ if base is not object]
+    return hashlib.sha256(" ".join(sources).encode()).hexdigest()[:16]
