@@ -1,0 +1,147 @@
+"""Random prompts in a real ComfyUI server whose GPU is short of memory: is each image right, does anything stay behind?
+
+    python benchmarks/soak_streamed.py --comfyui CHECKOUT [--home FOLDER] [--prompts 500] [--minutes 10] [--headroom 70]
+
+Two models (SDXL in fp16 and Flux with 6 + 12 blocks in bf16) take turns at random, at three sizes, without a LoRA or
+with one of two strengths. `--headroom` leaves less than both need, so they evict each other. The latent of each prompt
+is compared with that of the same prompt without our nodes. The exit status is 1 if a latent differs, a prompt fails, a
+page of weights stays pinned, memory grows or something compiles that was compiled before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import server as bench
+from comfy_server import ComfyServer, PromptFailed
+
+MODELS, LORAS, SIZES = ("sdxl", "flux6"), (None, 0.5, 1.0), ((1024, 1024), (832, 1216), (768, 768))
+TOLERANCE = 2e-2
+"""Of latents, relative. A wrong LoRA is 0.2 away and more, rounding 0.003."""
+GROWTH = 1.05
+WINDOW = 50
+"""Prompts that one figure for memory is the median of."""
+
+_turns = itertools.count()
+
+Case = tuple[str, float | None, tuple[int, int]]
+
+
+@dataclass
+class Found:
+    """What the prompts showed."""
+
+    differences: dict[str, list[float]] = field(default_factory=lambda: {model: [] for model in MODELS})
+    used: list[float] = field(default_factory=list)
+    pinned: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def faults(self, compiles: int) -> list[str]:
+        """Return what is wrong, a sentence each."""
+        largest = max(itertools.chain(*self.differences.values()), default=0.0)
+        first, last = (
+            statistics.median(part or [0.0]) for part in (self.used[WINDOW : 2 * WINDOW], self.used[-WINDOW:])
+        )
+        wrong = {
+            f"a latent differs by {largest:.1e}": largest > TOLERANCE,
+            f"{self.pinned} pages stay pinned": self.pinned > 0,
+            f"memory grows from {first:.2f} to {last:.2f} GiB": last > GROWTH * first > 0,
+            f"{compiles} compiles after the first prompts": compiles > 0,
+            f"prompts failed: {dict(self.failed)}": bool(self.failed),
+        }
+        return [text for text, is_wrong in wrong.items() if is_wrong]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--headroom", default="70")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.home = options.home or Path(tempfile.mkdtemp())
+    for model in MODELS:
+        if not bench.weights_of(options, model).exists():
+            command = [sys.executable, bench.__file__, "--comfyui", str(options.comfyui), "--home", str(options.home)]
+            subprocess.run([*command, "--make", model], check=True)
+    nodes = options.home / "custom_nodes" / "bench"
+    shutil.copytree(Path(__file__).parent / "server_nodes", nodes, dirs_exist_ok=True)
+    flags = ["--vram-headroom", options.headroom, "--disable-api-nodes", "--preview-method", "none"]
+    if (front := options.home / "front").exists():
+        flags += ["--front-end-root", str(front)]
+    with ComfyServer(str(options.comfyui), options.home, tuple(flags)) as server:
+        sys.exit(soak(options, server))
+
+
+def soak(options: argparse.Namespace, server: ComfyServer) -> int:
+    """Run the prompts; return the exit status."""
+    cases: list[Case] = list(itertools.product(MODELS, LORAS, SIZES))
+    for case in cases:
+        prompt(options, server, case, cases.index(case), "eager")
+    for model in MODELS:
+        prompt(options, server, (model, None, SIZES[0]), 0, "ours")
+    before, chosen, found = totals(server)["compiles"], random.Random(options.seed), Found()
+    end = time.monotonic() + 60 * options.minutes
+    while len(found.used) < options.prompts and time.monotonic() < end:
+        case = chosen.choice(cases)
+        try:
+            bench_row, difference = prompt(options, server, case, cases.index(case), "ours")
+        except PromptFailed as error:
+            found.failed[str(error)[-200:]] += 1
+            continue
+        found.differences[case[0]].append(difference)
+        found.used.append(bench_row["used"])
+        found.pinned = max(found.pinned, bench_row["pinned"])
+    counted = totals(server)
+    faults = found.faults(counted["compiles"] - before)
+    report = {
+        "prompts": len(found.used),
+        "differs at most": {model: max(values, default=None) for model, values in found.differences.items()},
+        "used, median of each fifty": [
+            round(statistics.median(found.used[start : start + WINDOW]), 2)
+            for start in range(0, len(found.used), WINDOW)
+        ],
+        "pinned": found.pinned,
+        **{name: counted[name] for name in ("compiles", "recordings", "replays", "calls", "reasons")},
+        "faults": faults,
+    }
+    print(json.dumps(report), flush=True)
+    return 1 if faults else 0
+
+
+def prompt(
+    options: argparse.Namespace, server: ComfyServer, case: Case, number: int, way: str
+) -> tuple[dict[str, Any], float]:
+    """Run one prompt; return what the server says of it, and how far its latent is from that without our nodes."""
+    model, lora, size = case
+    kept, theirs = (options.home / f"soak-{number}-{each}.pt" for each in (way, "eager"))
+    built = bench.model_prompt(model, way, number, options.steps, size, lora, kept)
+    # ComfyUI hands back what it made before unless an input is another one. This one changes nothing.
+    built["7"]["inputs"]["denoise"] = 1.0 - 1e-9 * next(_turns)
+    entry = server.wait(server.queue(built))
+    row = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
+    return row, bench.difference(kept, theirs) or 0.0
+
+
+def totals(server: ComfyServer) -> dict[str, Any]:
+    return server.get("/compiled_graphs/registry")["totals"]
+
+
+if __name__ == "__main__":
+    main()
