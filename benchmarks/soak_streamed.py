@@ -95,7 +95,8 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
     for case in cases:
         prompt(options, server, case, cases.index(case), "eager")
     for model in MODELS:
-        prompt(options, server, (model, None, SIZES[0]), 0, "ours")
+        case = model, None, SIZES[0]
+        prompt(options, server, case, cases.index(case), "ours")
     before, chosen, found = totals(server)["compiles"], random.Random(options.seed), Found()
     end = time.monotonic() + 60 * options.minutes
     while len(found.used) < options.prompts and time.monotonic() < end:

@@ -196,6 +196,13 @@ class Host:
         """Whether a CUDA graph may capture an operator, such as "aten.mul". It neither waits nor keeps memory."""
         return True
 
+    def precision(self, module: nn.Module) -> torch.dtype | None:
+        """Return the dtype to whose precision layers of a module round what they are given, or None if none does.
+
+        A graph that fuses keeps more digits before such a layer than eager does, so some values are rounded otherwise.
+        """
+        return None
+
     def keeps_memory_for_streams(self, operator: str) -> bool:
         """Whether an operator allocates memory at its first run on a stream: it must run there before a capture."""
         return False

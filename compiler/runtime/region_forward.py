@@ -274,7 +274,7 @@ class RegionForward:
             error = (recorded.error if recorded else "") or disagreement(
                 [*tensors_in(ours), *(copies[i] for i in written)],
                 [*tensors_in(theirs), *(call.tensors[i] for i in written)],
-                plan.entry.graph.precision,
+                plan.entry.graph.precision or self._host.precision(self._module()),
             )
         except torch.cuda.OutOfMemoryError:  # eager had enough: another call will tell
             return theirs

@@ -208,6 +208,9 @@ class ComfyHost(Host):
         name = operator.removeprefix("comfy_kitchen.")
         return name == operator or name.startswith(known)
 
+    def precision(self, module: nn.Module) -> torch.dtype | None:
+        return quantized_weights.precision(module)
+
     def keeps_memory_for_streams(self, operator: str) -> bool:
         return operator.removeprefix("comfy_kitchen.").startswith(comfy_compat.OPERATORS_WITH_STREAMS)
 

@@ -105,6 +105,22 @@ def is_quantized(attributes: Mapping[str, Any]) -> bool:
     return weight is not None and type(weight) not in TENSOR_TYPES
 
 
+def precision(module: nn.Module) -> torch.dtype | None:
+    """Return the precision to which layers of a module round their inputs; None if they dequantise their weights.
+
+    Layers of int8 keep about as many digits as bfloat16, the others as many as float8 or fewer.
+    """
+    found = None
+    for layer in module.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not is_known(type(weight)) or vars(layer).get("_full_precision_mm"):
+            continue
+        if getattr(weight, "_qdata", weight).dtype != torch.int8:
+            return torch.float8_e4m3fn
+        found = torch.bfloat16
+    return found
+
+
 def quantized_type() -> type | None:
     """Return the class of quantised weights, or None if this ComfyUI has none."""
     return comfy_compat.find("comfy.quant_ops.QuantizedTensor")

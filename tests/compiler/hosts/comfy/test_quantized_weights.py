@@ -28,6 +28,7 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.call_signature import bind, read
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.runtime import region_forward
 from compiled_graphs.compiler.tracing.export import export_region
 from compiled_graphs.compiler.tracing.graph_request import GraphRequest
 from compiled_graphs.compiler.tracing.weightless_copy import weightless_copy
@@ -63,6 +64,29 @@ def compiled(model, backend="eager", **options):
 
 
 SIZES = ({}, {"height": 24, "width": 32}, {"height": 8, "width": 40, "tokens": 33})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "precision"),
+    [
+        ("float8_e4m3fn", {}, torch.float8_e4m3fn),
+        ("float8_e4m3fn", {"full_precision_matrix_mult": True}, None),
+        ("int8_tensorwise", {}, torch.bfloat16),
+        (None, {}, None),
+    ],
+)
+def test_the_check_allows_what_rounded_inputs_may_differ_by(
+    name, settings, precision, flux, native, registry, monkeypatch
+):
+    allowed = []
+
+    def note(graph, eager, precision=None):
+        allowed.append(precision)
+
+    monkeypatch.setattr(region_forward, "disagreement", note)
+    model, text = host.compile_model(flux(name, **settings), host.Request("eager", verify=True))
+    sampled(model)
+    assert set(allowed) == {precision}, text
 
 
 @pytest.mark.parametrize("name", NATIVE_ON_CPU)
