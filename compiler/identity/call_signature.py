@@ -387,7 +387,7 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
     if kind in ("list", "tuple"):
         items = [_fill_in(item, tensors) for item in content]
         return tuple(items) if kind == "tuple" else items
-    if kind == "dataclass":
+    if kind == "object":
         return from_json(content, *outline[2:], read=lambda item: _fill_in(item, tensors))
     return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)
 

@@ -184,7 +184,7 @@ class Unpacking:
 def to_json(value: Packed, of: Callable[[Any], list]) -> list:
     """Return a packed object as JSON; `of` returns that of a value in it."""
     names = [list(value.names)] if value.names else []
-    return ["dataclass", [of(item) for item in value.values], value.cls, value.digest, *names]
+    return ["object", [of(item) for item in value.values], value.cls, value.digest, *names]
 
 
 def from_json(

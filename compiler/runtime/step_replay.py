@@ -97,7 +97,7 @@ class StepReplay:
         self._weights = weights or ResidentWeights()
         self._capture = capture
         self._runs_first = False
-        """Whether calls have operators that run on the stream of their capture before."""
+        """Whether a call must run once on the stream that captures it (`Host.keeps_memory_for_streams`)."""
         self._context = ContextArguments(type(network), host.context_arguments)
         self._strings, _ = network_code(network, host)
         self._modules = ModuleGuard(network, host, in_place=True)

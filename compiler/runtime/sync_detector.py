@@ -38,7 +38,7 @@ class SyncDetector(TorchDispatchMode):
         self.unsafe = ""
         """The first operator that must not be captured for another reason."""
         self.runs_first = False
-        """Whether an operator has to run on the stream of its capture before."""
+        """Whether the call must run once on the stream that captures it."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

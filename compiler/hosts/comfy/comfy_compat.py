@@ -27,9 +27,9 @@ DTYPE_CODES = "comfy_kitchen.backends.eager.quantization.DTYPE_CODE_TO_DTYPE"
 """The numbers by which operators of comfy_kitchen name dtypes."""
 
 CAPTURED_OPERATORS = ("apply_rope", "rms_", "adaln", "quantize_fp8", "dequantize_fp8")
-"""How names of operators of comfy_kitchen begin that bear a capture."""
-OPERATORS_WITH_STREAMS = ("int8_linear",)
-"""The same of those that bear it once they have run on its stream: they keep memory for each stream."""
+"""Operators of comfy_kitchen that a capture may hold, by the beginning of their names."""
+OPERATORS_WITH_WORKSPACES = ("int8_linear",)
+"""Operators that a capture may hold once they have run on its stream: they allocate a workspace for each stream."""
 
 PREFETCH_QUEUES = "comfy.model_prefetch.PREFETCH_QUEUES"
 """Networks of which ComfyUI brings each block's weights before it runs."""

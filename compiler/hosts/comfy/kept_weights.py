@@ -20,7 +20,7 @@ from torch import nn
 from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS, PLACE
 
 GROWTH = 0.1
-"""The plan is made anew if this share of the weights more would fit."""
+"""A new plan is made if it would keep more by this share of all weights."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class KeptWeights:
         self._copies.clear()
 
     def leave_to_pages(self) -> bool:
-        """All weights have found room: let the copies go. Return whether there are none, since this is tried once."""
+        """All weights have found room: let the copies go, once a sampling. Return whether none is left."""
         if self._copies and self._has_left:
             return False
         self._has_left = self._has_left or bool(self._copies)
@@ -70,8 +70,8 @@ class KeptWeights:
         if not self._is_open:
             return
         layers = list({id(layer): layer for region in regions for layer in region if _lasts(layer)}.values())
-        total, kept, wanted = _bytes_of(layers), self._bytes(layers), _bytes_of(filter(self.wants, layers))
-        room += kept
+        total, wanted = _bytes_of(layers), _bytes_of(filter(self.wants, layers))
+        room += _bytes_of(layer for layer in layers if id(vars(layer)) in self._copies)
         if self._most is not None:
             room = min(room, self._most)
         if total and room > wanted + GROWTH * total:
@@ -136,9 +136,6 @@ class KeptWeights:
 
     def _all_bytes(self) -> int:
         return sum(_size(copy) for copy in self._copies.values())
-
-    def _bytes(self, layers: Sequence[nn.Module]) -> int:
-        return _bytes_of(layer for layer in layers if id(vars(layer)) in self._copies)
 
 
 def spread(layers: Sequence[nn.Module], share: float) -> list[nn.Module]:

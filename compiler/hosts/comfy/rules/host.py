@@ -204,7 +204,7 @@ class ComfyHost(Host):
 
     def can_be_captured(self, operator: str) -> bool:
         """The library of quantised weights has kernels of its own, and not all of them bear a capture."""
-        known = (*comfy_compat.CAPTURED_OPERATORS, *comfy_compat.OPERATORS_WITH_STREAMS)
+        known = (*comfy_compat.CAPTURED_OPERATORS, *comfy_compat.OPERATORS_WITH_WORKSPACES)
         name = operator.removeprefix("comfy_kitchen.")
         return name == operator or name.startswith(known)
 
@@ -212,7 +212,7 @@ class ComfyHost(Host):
         return quantized_weights.precision(module)
 
     def keeps_memory_for_streams(self, operator: str) -> bool:
-        return operator.removeprefix("comfy_kitchen.").startswith(comfy_compat.OPERATORS_WITH_STREAMS)
+        return operator.removeprefix("comfy_kitchen.").startswith(comfy_compat.OPERATORS_WITH_WORKSPACES)
 
     def capture_blocker(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A step that no patch, wrapper or option that the network looks up can change."""

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # no
 from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
 from compiled_graphs.compiler.registry.registry import Registry  # noqa: E402
-from vbar import vbar  # noqa: E402, F401  a fixture
+from vbar import stream, vbar  # noqa: E402, F401  a fixture
 
 TEXT_WIDTHS = {
     "tiny_sd15": 768,
@@ -47,6 +47,35 @@ TEXT_WIDTHS = {
 Settings = dict[str, Any] | list[dict[str, Any]]
 """What a conditioning says besides its text; a list for several that ComfyUI combines."""
 POOLED_WIDTHS = {"tiny_sdxl": 1280, "tiny_sd3": 2048, "tiny_flux": 768}
+
+
+@pytest.fixture
+def plain(load: Callable) -> Any:
+    return load("tiny_sd15")
+
+
+@pytest.fixture
+def model(plain: Any, request: pytest.FixtureRequest, load: Callable) -> Any:
+    """A model that streams float32, which is what its code gets."""
+    made = stream(load("tiny_sd15"), request.getfixturevalue("vbar"))  # after the plain model
+    made.model.diffusion_model.float()
+    return made
+
+
+@pytest.fixture(scope="session")
+def flux_state() -> dict[str, torch.Tensor]:
+    """The weights of a small Flux."""
+    import quantized_flux
+
+    return quantized_flux.flux_state()
+
+
+@pytest.fixture
+def flux(flux_state: dict[str, torch.Tensor]) -> Callable:
+    """Loads the small Flux with weights in a format."""
+    import quantized_flux
+
+    return partial(quantized_flux.load_flux, flux_state)
 
 
 @pytest.fixture(scope="session")

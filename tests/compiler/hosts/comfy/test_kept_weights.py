@@ -10,21 +10,9 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
 from torch import nn
-from vbar import pin, stream
+from vbar import pin
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
-
-
-@pytest.fixture
-def plain(load):
-    return load("tiny_sd15")
-
-
-@pytest.fixture
-def model(plain, request, load):
-    made = stream(load("tiny_sd15"), request.getfixturevalue("vbar"))
-    made.model.diffusion_model.float()
-    return made
 
 
 @pytest.fixture

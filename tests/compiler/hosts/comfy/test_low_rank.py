@@ -22,7 +22,7 @@ from compiled_graphs.compiler.hosts.comfy.texts import NO_BRANCHES
 from compiled_graphs.compiler.identity.low_rank import DOWN, UP
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.runtime import step_replay
-from quantized_flux import error, flux_state, load_flux, sampled
+from quantized_flux import error, load_flux, sampled
 from recorders import repeat
 from rows import adapted, dora, linear_weights, loha, random
 from vbar import stream
@@ -32,16 +32,6 @@ EXACT = {"full_precision_matrix_mult": True}
 FORMATS = ("float8_e4m3fn", "int8_tensorwise")
 FLOAT8 = "float8_e4m3fn"
 QKV = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
-
-
-@pytest.fixture(scope="module")
-def state():
-    return flux_state()
-
-
-@pytest.fixture
-def flux(state):
-    return partial(load_flux, state)
 
 
 def compiled(model, low_rank=True, backend="eager", **options):

@@ -10,22 +10,9 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.staging_ring import StagingRing
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
-from vbar import pin, stream
+from vbar import pin
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
-
-
-@pytest.fixture
-def plain(load):
-    return load("tiny_sd15")
-
-
-@pytest.fixture
-def model(plain, request, load):
-    """Its layers hold float32, as its code gets it, in pinned memory as well."""
-    made = stream(load("tiny_sd15"), request.getfixturevalue("vbar"))
-    made.model.diffusion_model.float()
-    return made
 
 
 @pytest.fixture

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in 
 
 
 @pytest.fixture
-def plain(load):
-    return load("tiny_sd15")
-
-
-@pytest.fixture
 def model(plain, request, load):
     """Its layers hold what the file has (float16), as a core that streams leaves them; the model is of float32."""
     vbar = request.getfixturevalue("vbar")  # after the plain model
