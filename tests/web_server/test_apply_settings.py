@@ -81,7 +81,8 @@ def test_new_nodes_start_with_the_chosen_values(own, browser):
     limit.press("Tab")
     wait_for(own, {BACKGROUND: True, VERIFY: False, LIMIT: 3})
     model, vae = (comfy_browser.add_node(browser, kind) for kind in ("CG_CompileModel", "CG_VAESpeedup"))
-    assert model == {"backend": "auto", "verify": False, "cuda_graphs": True, "when": "in background"}
+    chosen = {"backend": "auto", "verify": False, "cuda_graphs": True, "when": "in background", "lora_branch": False}
+    assert model == chosen
     assert vae == {"encode": False, "backend": "auto", "verify": False}
 
 
