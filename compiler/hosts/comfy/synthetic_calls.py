@@ -289,10 +289,16 @@ def _required(network: nn.Module, latent: torch.Tensor, sizes: Sizes) -> dict[st
     parameters = inspect.signature(type(network).forward).parameters
     if any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (MASK, TOKENS)):
         found[MASK] = torch.empty((sizes.batch, sizes.tokens), dtype=torch.long, device=latent.device)
-    if getattr(network, "img_emb", None) is not None:  # Wan
-        (width,) = network.img_emb.proj[0].normalized_shape
+    if width := _vision_width(network):
         found["clip_vision_output"] = _Seen(torch.empty((1, 257, width), device=latent.device))
     return found
+
+
+def _vision_width(network: nn.Module) -> int | None:
+    """Return the width of what Wan wants of a vision encoder; None for a network without."""
+    projection = getattr(network, "img_emb", None)
+    layers = projection.modules() if isinstance(projection, nn.Module) else ()
+    return next((layer.normalized_shape[0] for layer in layers if hasattr(layer, "normalized_shape")), None)
 
 
 @dataclass(frozen=True)

@@ -296,6 +296,10 @@ LTX_2 = LTX | {
     "image_model": "ltxav", "audio_in_channels": 128, "audio_cross_attention_dim": 64, "audio_attention_head_dim": 16,
     "audio_num_attention_heads": 4, "connector_attention_head_dim": 32, "connector_num_attention_heads": 2,
 }  # fmt: skip
+LTX_23 = LTX_2 | {
+    "caption_proj_before_connector": True, "caption_projection_first_linear": False, "cross_attention_adaln": True,
+    "apply_gated_attention": True, "connector_apply_gated_attention": True,
+}  # fmt: skip
 SD3 = {
     "in_channels": 16, "out_channels": 16, "patch_size": 2, "depth": 2, "input_size": None, "adm_in_channels": WIDTH,
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": WIDTH, "out_features": 128}},
@@ -479,8 +483,9 @@ TABLE = (
                  extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}, ahead=False),
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
     Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH),
+    Architecture("LTX-2.3", "LTXAV", LTX_23, with_sound(video(128), 8, LENGTH, 16), text=192),
     Architecture("LTX-2, image to video", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH,
-                 mask=after_first_frame, ahead=False),
+                 mask=after_first_frame, batches=False, ahead=False),
     Architecture("HunyuanVideo", "HunyuanVideo", HUNYUAN, video(16), pooled=WIDTH),
     Architecture("HunyuanVideo, image to video", "HunyuanVideoI2V", HUNYUAN | {"in_channels": 33}, video(16),
                  pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0, since="ZImage", ahead=False),
@@ -532,7 +537,7 @@ TABLE = (
                  extra={"condition": lambda at: random(at.batch, 17, at.frames, at.height, at.width)}, share=0,
                  reasons=(ReasonCode.ARGUMENT_TYPE, ReasonCode.DEPENDS_ON_VALUES),
                  why=f"{FUNCTIONS}, and {DEPENDS} (how long each video is)", ahead=False),
-    Architecture("PixelDiT", "PixelDiTT2I", PIXEL, image(3, 8), sizes=False,
+    Architecture("PixelDiT", "PixelDiTT2I", PIXEL, image(3, 8), sizes=False, batches=False,
                  why="its pixel blocks divide by sizes, and have a graph for each, up to four", ahead=False),
     Architecture("PiD", "PiD", PID, image(3, 16), extra={
         "lq_latent": lambda at: random(1, 16, at.height // 2, at.width // 2), "degrade_sigma": torch.tensor([0.3])},
