@@ -26,6 +26,7 @@ from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
 MASK = "attention_mask"
+LYRICS = "conditioning_lyrics"
 TOKENS = "num_tokens"
 """Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
 
@@ -154,6 +155,9 @@ class SamplingCall:
 
     def _apply(self, network: nn.Module, sizes: Sizes) -> None:
         widths = _text_width(self._model), _pooled_width(self._model)
+        config = self._model.model_config.unet_config
+        if "audio_model" in config and "max_height" in config:  # ACE-Step's latent has a row for each band of tones
+            sizes = replace(sizes, height=config["max_height"])
         _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
 
 
@@ -272,7 +276,7 @@ def _conditions(
         height=sizes.height * 8,
         prompt_type="positive",
         seed=0,
-        **_required(base.diffusion_model, latent, sizes),
+        **_required(base.diffusion_model, latent, sizes, text_width),
         **more,
     )
     area = latent.shape[2:]
@@ -283,12 +287,16 @@ def _conditions(
     }
 
 
-def _required(network: nn.Module, latent: torch.Tensor, sizes: Sizes) -> dict[str, Any]:
-    """Return conditions that a network cannot do without: the mask of the text, what a vision encoder saw."""
+def _required(network: nn.Module, latent: torch.Tensor, sizes: Sizes, text_width: int) -> dict[str, Any]:
+    """Return conditions that a network cannot do without: the mask of the text, lyrics, what a vision encoder saw."""
     found: dict[str, Any] = {}
     parameters = inspect.signature(type(network).forward).parameters
     if any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (MASK, TOKENS)):
         found[MASK] = torch.empty((sizes.batch, sizes.tokens), dtype=torch.long, device=latent.device)
+    if "lyric_embed" in parameters:  # ACE-Step 1.5
+        found[LYRICS] = torch.empty((sizes.batch, sizes.sound, text_width), device=latent.device)
+    if "lyric_token_idx" in parameters:  # ACE-Step
+        found[LYRICS] = torch.empty((sizes.batch, sizes.sound), dtype=torch.long, device=latent.device)
     if width := _vision_width(network):
         found["clip_vision_output"] = _Seen(torch.empty((1, 257, width), device=latent.device))
     return found
