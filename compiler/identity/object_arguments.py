@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..common.reason import ReasonCode, Unsupported
+from .fingerprint import LIBRARIES
 from .source import functions_in, read_source
 
 _GENERATED = frozenset(
@@ -93,11 +94,13 @@ def is_beside(cls: type, block: type) -> bool:
         return False
     if cls.__new__ is not object.__new__ or cls.__getattribute__ is not object.__getattribute__:
         return False
+    if cls.__module__.partition(".")[0] in LIBRARIES:  # no fingerprint holds their code
+        return False
     homes = [base for base in block.__mro__ if base.__module__ == cls.__module__]
-    return any(cls in _named_classes(base) for base in homes)
+    return any(value is cls for base in homes for value in _named_by(base))
 
 
-def _named_classes(cls: type) -> Iterator[Any]:
+def _named_by(cls: type) -> Iterator[Any]:
     """Yield what the names in a class's code stand for now."""
     for first, *rest in read_source(cls).names:
         value = getattr(sys.modules.get(cls.__module__), first, None)
@@ -127,10 +130,14 @@ def _values_of(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _attribute_names(value: Any) -> tuple[str, ...]:
-    entries = [(name, entry) for base in type(value).__mro__ for name, entry in vars(base).items()]
-    slots = [name for name, entry in entries if isinstance(entry, types.MemberDescriptorType)]
-    held = [name for name in slots if hasattr(value, name)]
+    held = [name for name in _slots(type(value)) if hasattr(value, name)]
     return tuple(sorted({*held, *getattr(value, "__dict__", ())}))
+
+
+@lru_cache(maxsize=256)
+def _slots(cls: type) -> tuple[str, ...]:
+    entries = [(name, entry) for base in cls.__mro__ for name, entry in vars(base).items()]
+    return tuple(name for name, entry in entries if isinstance(entry, types.MemberDescriptorType))
 
 
 def packed(value: Any, block: type) -> Any:

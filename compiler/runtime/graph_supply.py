@@ -22,7 +22,7 @@ from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.torch_compat import needs_values
 from ..compile_cache.background_queue import Background
-from ..compile_cache.graph_cache import CacheEntry, CompileIn, GraphCache, Outcome, Requester
+from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
 from ..identity.call_signature import covers
 from ..identity.graph_spec import GraphIdentity
@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 MAX_DIFFERENCES = 3
 """A region that workers find to be another one this often is another one there."""
+
+MAX_NOTED = MAX_SIGNATURES // 2
+"""Kinds of call of one block that the next start knows ahead."""
 
 OnProgress = Callable[[Progress], None]
 
@@ -76,6 +79,8 @@ class GraphSupply:
         """By fingerprint: how often a worker has found another region although none had changed."""
         self._met_another = False
         """Whether a worker did so in the job that runs, and the next call that wants the graph may ask again."""
+        self._known: dict[str, list[GraphRequest]] = {}
+        """What calls with a name are known to want, without modules."""
 
     @property
     def loaded(self) -> int:
@@ -116,11 +121,13 @@ class GraphSupply:
         what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
         """
         start = time.perf_counter()
+        self._known[name] = []
         try:
             requests = self._wanted_ahead(call, name)
         except Exception as error:
             raise CannotCallAhead(one_line(error)) from error
         self._counters.add("seconds", time.perf_counter() - start)
+        self._known[name] = [request.without_module() for request in requests]
         missing = [request for request in requests if self._is_missing(request)]
         outcomes = self._cache.get_or_compile_all(missing, self._requester, self._is_beside, self._check_cancelled)
         for done, outcome in enumerate(outcomes):
@@ -177,6 +184,7 @@ class GraphSupply:
                 self._check_cancelled()
                 self._settle(self._get(request), 1, 1)
         self._on_change()
+        self._note(requests)
         if kind.graphs_of(signature.text) and not kind.answers(miss):
             return self._provide_branch(kind, miss)
         return None if kind.is_settled(signature.text) else Reason(ReasonCode.SIZE_ARGUMENT)
@@ -211,6 +219,26 @@ class GraphSupply:
         modules = {fingerprint: model.get_submodule(path) for path, fingerprint in paths.items()}
         known = [request for request in requests if request.fingerprint in modules]  # a memo is anybody's
         return [replace(request, module=modules[request.fingerprint]) for request in known]
+
+    def _note(self, requests: Iterable[GraphRequest]) -> None:
+        """Have the next start know what a running call wanted and the call ahead did not foresee.
+
+        A model with several calls does not say which of them runs.
+        """
+        if len(self._known) != 1 or "" in self._known:
+            return
+        ((name, known),) = self._known.items()
+        notes, counts = [request.note() for request in known], Counter(request.fingerprint for request in known)
+        for request in requests:
+            has_graph = self._kinds.of(request.fingerprint).graphs_of(request.signature.text)
+            if has_graph and request.note() not in notes and counts[request.fingerprint] < MAX_NOTED:
+                known.append(request.without_module())
+                counts[request.fingerprint] += 1
+        if len(known) == len(notes):
+            return
+        model, paths, device = self._kinds.model(), self._kinds.paths(), self._kinds.target.device
+        self._cache.remember(model, (name, device, tuple(paths.items())), known)
+        self._cache.save_memo(self._memo_name(name), known)
 
     def _memo_name(self, name: str) -> str:
         """Return a digest of what the graphs depend on that a call wants; nothing if the model has no fingerprint."""

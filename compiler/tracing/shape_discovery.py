@@ -20,6 +20,7 @@ from ..common.reason import Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
+from .answered_values import unanswered
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
 
@@ -126,7 +127,11 @@ def _observed_forward(
     **kwargs: Any,
 ) -> Any:
     """Record a region's call, and run it unless an equal region had an equal call: only the sizes matter."""
-    run = partial(type(block).forward, block, *args, **kwargs)
+
+    def run() -> Any:
+        with unanswered():
+            return type(block).forward(block, *args, **kwargs)
+
     try:
         call = bind(type(block), args, kwargs, host.context_arguments)
         signature, tensors = read(call, fake=True)

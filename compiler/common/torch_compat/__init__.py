@@ -12,6 +12,7 @@ nothing. Names of modules that take seconds to import are `Later`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -146,6 +147,9 @@ pytree = SimpleNamespace(
 FakeTensorMode = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 FakeTensor = _needed("torch._subclasses.fake_tensor:FakeTensor")
 DisableTorchFunctionSubclass = _optional("torch._C:DisableTorchFunctionSubclass")
+without_fake_tensors = _optional("torch._subclasses.fake_tensor:unset_fake_temporarily", nullcontext)
+"""A context in which tensors that are not fake can be read."""
+scalar_value = _optional("torch.ops:aten._local_scalar_dense.default")
 _DataDependent = _optional("torch._subclasses.fake_tensor:DataDependentOutputException")
 _DynamicShape = _optional("torch._subclasses.fake_tensor:DynamicOutputShapeException")
 ShapeEnv = _needed("torch.fx.experimental.symbolic_shapes:ShapeEnv")

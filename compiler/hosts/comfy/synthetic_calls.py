@@ -5,15 +5,19 @@ A call goes to a weightless copy of the network under fake tensors, to learn whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...common.host import Host
-from ...common.torch_compat import pytree
+from ...common.torch_compat import needs_values, pytree
+from ...tracing.answered_values import constant, with_answers
 from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
@@ -21,20 +25,31 @@ from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
+MASK = "attention_mask"
+LYRICS = "conditioning_lyrics"
 TOKENS = "num_tokens"
-"""Lumina 2 and OmniGen 2 are told how many tokens of the text to use."""
+"""Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
 
 
 def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
-    """Repeat a call of a network's method at other sizes; if it bears no other batch than its own, at that one."""
-    try:
-        if kwargs.get(FRAMES):
-            frames = {FRAMES: sizes.frames}
-            _call_resized(weightless, method, args, kwargs | frames, sizes, sizes.batch * sizes.frames)
-        else:
-            _call_resized(weightless, method, args, kwargs, sizes, sizes.batch)
-    except Exception:
-        _call_resized(weightless, method, args, kwargs, sizes, _latents(args, kwargs)[0].shape[0])
+    """Repeat a call of a network's method at other sizes.
+
+    Some networks bear no other batch than the call's own, or no other area.
+    """
+    own = _latents(args, kwargs)[0].shape
+    batch, kwargs = sizes.batch, dict(kwargs)
+    if kwargs.get(FRAMES):
+        batch, kwargs[FRAMES] = batch * sizes.frames, sizes.frames
+    area = (sizes.frames, sizes.height, sizes.width)[-(len(own) - 2) :]
+    if len(own) == 5 and own[2] == 1:
+        area = (1, *area[1:])
+    ways = [(batch, area), (own[0], area), (batch, own[2:]), (own[0], own[2:])]
+    for way in ways:
+        try:
+            return with_answers(partial(_call_resized, weightless, method, args, kwargs, sizes, *way))
+        except Exception as error:
+            if way is ways[-1] or needs_values(error):
+                raise
 
 
 def _options() -> dict[str, Any]:
@@ -49,17 +64,25 @@ def _latents(args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def _call_resized(
-    weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes, batch: int
+    weightless: nn.Module,
+    method: str,
+    args: tuple,
+    kwargs: dict[str, Any],
+    sizes: Sizes,
+    batch: int,
+    area: tuple[int, ...],
+    keeps_values: bool,
 ) -> None:
-    """Call a network with empty tensors in place of a call's own, and without patches."""
+    """Call a network with empty tensors in place of a call's own, and without patches.
+
+    `keeps_values` lets tensors of one value keep it, such as a step's.
+    """
     kwargs = {name: _options() if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
     latent, *others = _latents(args, kwargs)
     sounds = {tensor.shape[2:] for tensor in others}
+    steps = {math.prod(latent.shape[2:]): math.prod(area), **{max(sides): sizes.sound for sides in sounds if sides}}
     context = kwargs.get("context")
     tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
-    area = (sizes.frames, sizes.height, sizes.width)[-(latent.ndim - 2) :]
-    if latent.ndim == 5 and latent.shape[2] == 1:
-        area = (1, *area[1:])
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -69,15 +92,19 @@ def _call_resized(
             shape[1] = sizes.tokens
         elif _is_picture(tensor, latent):
             shape[2:] = map(_side, area, shape[2:], latent.shape[2:])
-        elif tensor.shape[2:] in sounds:
+        elif tensor.shape[2:] in sounds and area != latent.shape[2:]:
             shape[2 + _longest(shape[2:])] = sizes.sound
+        elif tensor.ndim in (2, 3) and area != latent.shape[2:]:  # a step for each place
+            shape[1] = steps.get(shape[1], shape[1])
         elif tensor.ndim > 3:  # the text in several layers of an encoder, the sound of each frame
-            others = {tokens: sizes.tokens} | ({latent.shape[2]: sizes.frames} if latent.ndim == 5 else {})
+            others = {tokens: sizes.tokens} | ({latent.shape[2]: area[0]} if latent.ndim == 5 else {})
             shape[1:] = [others.get(side, side) for side in shape[1:]]
+        if keeps_values and tensor.numel() == 1 and tensor.shape == tuple(shape):
+            return constant(tensor)
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
-    if tokens is not None and kwargs.get(TOKENS) == tokens:
-        kwargs[TOKENS] = sizes.tokens
+    if tokens is not None and kwargs.get(TOKENS):  # as many as there are, or without padding
+        kwargs[TOKENS] = sizes.tokens if kwargs[TOKENS] == tokens else sizes.tokens // 2
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
     if method == "forward":
         weightless(*args, **kwargs)  # with hooks, unlike the method
@@ -118,16 +145,20 @@ class SamplingCall:
         self.classes = (type(patcher.model),)
 
     def __call__(self, network: nn.Module, sizes: Sizes) -> None:
-        config = self._model.model_config.unet_config
-        widths = _text_width(config), _pooled_width(config)
         try:
-            _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
+            with_answers(lambda _: self._apply(network, sizes))
         except Exception:
             if _latent_dimensions(self._model) < 3:
                 raise
             # An image model on video latents takes one frame.
-            sizes = replace(sizes, frames=1)
-            _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
+            with_answers(lambda _: self._apply(network, replace(sizes, frames=1)))
+
+    def _apply(self, network: nn.Module, sizes: Sizes) -> None:
+        widths = _text_width(self._model), _pooled_width(self._model)
+        config = self._model.model_config.unet_config
+        if "audio_model" in config and "max_height" in config:  # ACE-Step's latent has a row for each band of tones
+            sizes = replace(sizes, height=config["max_height"])
+        _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
 
 
 def coding_call(vae: Any, method: str) -> ModelCall:
@@ -218,15 +249,21 @@ def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:
 def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, pooled_width: int) -> None:
     area = (sizes.frames, sizes.height, sizes.width)[-_latent_dimensions(base) :]
     latent = torch.empty((sizes.batch, base.latent_format.latent_channels, *area), device=device)
-    inputs = _conditions(base, latent, sizes, text_width, pooled_width)
+    sound, more = _sound(base, latent, sizes), {}
+    if sound is not None:
+        more["latent_shapes"] = [latent.shape, sound.shape]
+        latent = torch.cat([stream.flatten(1).unsqueeze(1) for stream in (latent, sound)], dim=-1)
+    inputs = _conditions(base, latent, sizes, text_width, pooled_width, more)
     if FRAMES in inputs:
         latent = torch.cat([latent] * sizes.frames)
-        inputs = _conditions(base, latent, sizes, text_width, pooled_width) | {FRAMES: sizes.frames}
+        inputs = _conditions(base, latent, sizes, text_width, pooled_width, {}) | {FRAMES: sizes.frames}
+    if TOKENS in inputs:
+        inputs[TOKENS] = sizes.tokens // 2 if MASK in inputs else sizes.tokens
     base.apply_model(latent, torch.full(latent.shape[:1], 1.0, device=device), **{OPTIONS: _options()}, **inputs)
 
 
 def _conditions(
-    base: Any, latent: torch.Tensor, sizes: Sizes, text_width: int, pooled_width: int
+    base: Any, latent: torch.Tensor, sizes: Sizes, text_width: int, pooled_width: int, more: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return what sampling would pass to the model besides the latent."""
     conditions = base.extra_conds(
@@ -239,6 +276,8 @@ def _conditions(
         height=sizes.height * 8,
         prompt_type="positive",
         seed=0,
+        **_required(base.diffusion_model, latent, sizes, text_width),
+        **more,
     )
     area = latent.shape[2:]
     whole = (*area, *[0] * len(area))
@@ -248,26 +287,90 @@ def _conditions(
     }
 
 
+def _required(network: nn.Module, latent: torch.Tensor, sizes: Sizes, text_width: int) -> dict[str, Any]:
+    """Return conditions that a network cannot do without: the mask of the text, lyrics, what a vision encoder saw."""
+    found: dict[str, Any] = {}
+    parameters = inspect.signature(type(network).forward).parameters
+    if any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in (MASK, TOKENS)):
+        found[MASK] = torch.empty((sizes.batch, sizes.tokens), dtype=torch.long, device=latent.device)
+    if "lyric_embed" in parameters:  # ACE-Step 1.5
+        found[LYRICS] = torch.empty((sizes.batch, sizes.sound, text_width), device=latent.device)
+    if "lyric_token_idx" in parameters:  # ACE-Step
+        found[LYRICS] = torch.empty((sizes.batch, sizes.sound), dtype=torch.long, device=latent.device)
+    if width := _vision_width(network):
+        found["clip_vision_output"] = _Seen(torch.empty((1, 257, width), device=latent.device))
+    return found
+
+
+def _vision_width(network: nn.Module) -> int | None:
+    """Return the width of what Wan wants of a vision encoder; None for a network without."""
+    projection = getattr(network, "img_emb", None)
+    layers = projection.modules() if isinstance(projection, nn.Module) else ()
+    return next((layer.normalized_shape[0] for layer in layers if hasattr(layer, "normalized_shape")), None)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a vision encoder makes of a picture."""
+
+    penultimate_hidden_states: torch.Tensor
+
+
+def _sound(base: Any, latent: torch.Tensor, sizes: Sizes) -> torch.Tensor | None:
+    """Return the sound of a model of video and sound."""
+    network = base.diffusion_model
+    if hasattr(network, "audio_frequency_bins"):  # LTX-2
+        shape = network.num_audio_channels, sizes.sound, network.audio_frequency_bins
+        return latent.new_empty((sizes.batch, *shape))
+    return None
+
+
 def _latent_dimensions(model: nn.Module) -> int:
     return getattr(model.latent_format, "latent_dimensions", 2)
 
 
-def _text_width(config: Mapping[str, Any]) -> int:
-    for name in ("context_dim", "context_in_dim", "text_dim", "joint_attention_dim", "cap_feat_dim", "cond_seq_dim",
-                 "caption_channels", "text_states_dim", "cross_attention_dim"):  # fmt: skip
-        width = config.get(name)
-        if isinstance(width, list):
-            width = width[0]
-        if isinstance(width, int):
-            return width
-    embedder = config.get("context_embedder_config") or {}
-    return embedder.get("params", {}).get("in_features", 4096)
+_TEXT_WIDTHS = (
+    "context_dim", "context_in_dim", "text_dim", "joint_attention_dim", "cap_feat_dim", "cond_seq_dim",
+    "caption_channels", "text_states_dim", "c_clip_text", "cond_token_dim", "txt_embed_dim", "t5_feat_dim",
+    "txt_in_dim", "cond_channels", "crossattn_emb_channels", "in_text_dim", "text_in_dim", "enc_hidden_dim",
+    "text_embed_dim", "text_feat_dim", "instruction_feat_dim", "text_hidden_dim", "text_embedding_dim",
+    "cross_attention_dim",
+)  # fmt: skip
+_POOLED_WIDTHS = "c_clip_text_pooled", "c_clip", "in_text_dim2"
 
 
-def _pooled_width(config: Mapping[str, Any]) -> int:
+def _text_width(model: Any) -> int:
+    config, network = model.model_config.unet_config, model.diffusion_model
+    if hasattr(network, "audio_cross_attention_dim"):  # LTX-2 has a text for the video and one for the sound
+        is_projected = network.caption_proj_before_connector
+        widths = network.cross_attention_dim, network.audio_cross_attention_dim
+        return sum(widths) if is_projected else 2 * network.caption_channels
+    if "txtlayers" in config:  # Krea 2 has the text in several layers of its encoder
+        return config["txtlayers"] * config["txtdim"]
+    if width := _width(config, _TEXT_WIDTHS):
+        return width
+    if embedder := config.get("context_embedder_config"):
+        return embedder.get("params", {}).get("in_features", 4096)
+    return _width(_defaults(type(network)), _TEXT_WIDTHS) or 4096
+
+
+def _pooled_width(model: Any) -> int:
     """A UNet's `adm_in_channels` is SDXL's pooled embedding and its sizes; a DiT's is the pooled width."""
+    config = model.model_config.unet_config
     if "vec_in_dim" in config:
         return config["vec_in_dim"] or 768
     if "context_embedder_config" in config:
         return config.get("adm_in_channels") or 2048
-    return 1280
+    return _width(_defaults(type(model.diffusion_model)) | config, _POOLED_WIDTHS) or 1280
+
+
+def _width(config: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    """Return the first width that a config names; the first of several that it lists there."""
+    found = (config.get(name) for name in names)
+    widths = (width[0] if isinstance(width, list) and width else width for width in found)
+    return next((width for width in widths if isinstance(width, int)), None)
+
+
+def _defaults(network: type) -> dict[str, Any]:
+    """Return the settings that a network has where its config leaves them out."""
+    return {name: parameter.default for name, parameter in inspect.signature(network.__init__).parameters.items()}

@@ -23,7 +23,7 @@ from compiled_graphs.compiler.identity.call_signature import (
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.object_arguments import field_names, packed
 from compiled_graphs.compiler.registry.registry import Registry
-from networks import compile_network
+from networks import call, compile_network, install
 from torch import nn
 
 WIDTH = 16
@@ -82,6 +82,10 @@ class Open(Steps):
     """Has a dictionary."""
 
 
+TABLE = torch.zeros(2)
+"""A global that the code of a block names, and that is no class."""
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -95,7 +99,7 @@ class Block(nn.Module):
 class StepBlock(Block):
     def forward(self, x, steps):
         if not isinstance(steps, (Steps, Open)):
-            raise TypeError
+            raise TypeError(TABLE)
         return self.linear(x) * steps.for_tokens()
 
 
@@ -192,6 +196,17 @@ def test_blocks_that_are_given_objects_with_methods_are_compiled_once_for_all_si
 
 
 @torch.no_grad()
+def test_a_call_that_was_not_foreseen_gets_one_graph_for_all_sizes():
+    network = StepNetwork()
+    calls = [torch.randn(batch, frames, tokens, WIDTH) for batch, frames, tokens in ((2, 5, 7), (3, 4, 6))]
+    expected = [network(x) for x in calls]
+    compiled = install(network, Registry(), current_call=lambda: call)
+    with totals.expect(compiles=1):
+        assert all(torch.equal(network(x), result) for x, result in zip(calls, expected, strict=True))
+    assert compiled.counters.eager_calls == {}
+
+
+@torch.no_grad()
 def test_a_block_that_writes_to_an_object_stays_eager():
     network = StepNetwork(StepWriter)
     x = torch.randn(2, 5, 7, WIDTH)
@@ -209,9 +224,9 @@ class StepMarker(Block):
 
 def test_a_block_that_adds_to_an_object_is_refused():
     x = torch.zeros(1, 2, WIDTH)
-    call = bind(StepMarker, (x, Steps(x, 1)), {}, frozenset())
+    bound = bind(StepMarker, (x, Steps(x, 1)), {}, frozenset())
     with pytest.raises(Unsupported) as refused:
-        call_forward(StepMarker(), call.arguments, {})
+        call_forward(StepMarker(), bound.arguments, {})
     assert refused.value.reason.code is ReasonCode.WRITES_ARGUMENT
 
 
@@ -226,9 +241,9 @@ def test_a_signature_with_sizes_of_an_objects_tensors_can_be_read_back():
     calls = [bind(StepBlock, (torch.zeros(b, f * n, WIDTH), Steps(torch.zeros(b, f, WIDTH), n)), {}, frozenset())
              for b, f, n in ((2, 5, 7), (3, 9, 4))]  # fmt: skip
     sizes = size_places(*calls)
-    found = [read(call, sizes=sizes)[0] for call in calls]
+    found = [read(bound, sizes=sizes)[0] for bound in calls]
     assert found[0].text == found[1].text
-    assert all(covers(found[0].text, read(call)[0].text) for call in calls)
+    assert all(covers(found[0].text, read(bound)[0].text) for bound in calls)
     assert not covers(found[0].text, signature(pair()).text)
     again, tensors = parse(found[0].text)
     assert again.text == found[0].text
@@ -243,12 +258,12 @@ def test_an_int_that_is_no_size_of_its_objects_tensor_in_this_call_stays_what_it
     one, other = (bind(StepBlock, (torch.zeros(1), Steps(torch.zeros(2, n, 4), 9)), {}, frozenset()) for n in (5, 6))
     odd = Steps(torch.zeros(2, 7, 4), 9)
     odd.count = 8
-    call = bind(StepBlock, (torch.zeros(1), odd), {}, frozenset())
+    bound = bind(StepBlock, (torch.zeros(1), odd), {}, frozenset())
     sizes = size_places(one, other)
-    assert read(call, sizes=sizes)[0].text != read(one, sizes=sizes)[0].text
+    assert read(bound, sizes=sizes)[0].text != read(one, sizes=sizes)[0].text
 
 
-@pytest.mark.parametrize("value", [Steps(torch.zeros(1, 2, 3), 4), slice(1), nn.Identity(), lambda: None])
+@pytest.mark.parametrize("value", [Steps(torch.zeros(1, 2, 3), 4), slice(1), nn.Identity(), print])
 def test_only_objects_of_a_class_that_the_block_names_are_taken_apart(value):
     for look in (lambda: describe(value, [], Block), lambda: signature(value)):
         with pytest.raises(Unsupported, match=type(value).__name__):

@@ -5,6 +5,7 @@ import gc
 import json
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from compiled_graphs.compiler.common.jobs import CompileJobs
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES, GraphCache
 from compiled_graphs.compiler.registry.registry import Registry
-from compiled_graphs.compiler.runtime.graph_supply import CannotCallAhead
+from compiled_graphs.compiler.runtime.graph_supply import MAX_NOTED, CannotCallAhead
 from compiled_graphs.compiler.runtime.running_call import RunningCall, entered
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_manifest, write_graphs
 from compiled_graphs.compiler.storage.store import FolderStore
@@ -384,6 +385,73 @@ def test_what_a_call_wants_is_noted_for_the_next_process(tmp_path):
     prepared_in_a_new_process(tmp_path, asked, transformer(eps=1e-3))
     prepared_in_a_new_process(tmp_path, asked, transformer(), name="another")
     assert asked.times == 6
+
+
+def cannot(weightless, at):
+    raise ValueError("no conditions")
+
+
+@pytest.mark.parametrize("probe", [cannot, call], ids=["nothing foreseen", "another call foreseen"])
+def test_what_a_running_call_wants_is_noted_for_the_next_process(probe, tmp_path):
+    more = call_with(mask=lambda at: torch.ones(at.batch, at.tokens, 1))
+    for is_first in (True, False):
+        network = Masked()
+        (x,), mask = network.inputs(sizes(tokens=11)), torch.randn(2, 11, 1)
+        expected = network(x, mask)
+        registry = Registry(GraphCache(FolderStore(tmp_path)))
+        compiled = install(network, registry, current_call=lambda: more)
+        with pytest.raises(CannotCallAhead) if is_first and probe is cannot else nullcontext():
+            compiled.prepare(probe, name="forward")
+        ahead = compiled.counters.compiles, compiled.counters.from_disk
+        assert torch.equal(network(x, mask), expected)
+        made = compiled.counters.compiles, compiled.counters.from_disk
+        assert made[0] == ahead[0] + is_first
+        assert is_first or made == ahead
+        again = install(network, registry, current_call=lambda: more)
+        again.prepare(probe, name="forward")
+        with totals.expect(compiles=0):
+            assert torch.equal(network(x, mask), expected)
+        assert again.counters.eager_calls == {}
+
+
+def test_a_note_of_running_calls_is_bounded(tmp_path):
+    network = Masked()
+    registry = Registry(GraphCache(FolderStore(tmp_path)))
+    running = []
+    compiled = install(network, registry, current_call=lambda: running[-1])
+    compiled.prepare(call, name="forward")
+    (x,) = network.inputs(sizes())
+    for power in range(2, MAX_NOTED + 4):
+        running.append(call_with(power=float(power)))
+        network(x, power=float(power))
+    (path,) = tmp_path.glob("*.wanted.json")
+    assert len(json.loads(json.loads(path.read_text())["note"])) == MAX_NOTED
+
+
+class Masked(nn.Module):
+    """Its blocks may be given a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(2))
+
+    def inputs(self, at):
+        return (torch.ones(at.batch, at.tokens, 16),)
+
+    def forward(self, x, mask=None, power=1.0):
+        for block in self.blocks:
+            x = block(x, mask, power)
+        return x
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, mask, power):
+        x = self.linear(x) * power
+        return x if mask is None else x * mask
 
 
 def test_graphs_that_were_used_last_are_loaded_before_anybody_asks(tmp_path):

@@ -15,11 +15,13 @@ import comfy.model_patcher
 import comfy.sample
 import comfy.supported_models
 import torch
+from compiled_graphs.compiler.common.reason import ReasonCode
 
 CPU = torch.device("cpu")
 WIDTH = 64
 """Of text, and of much else."""
 LENGTH = "length"
+SEQUENCE = 128
 
 
 class At(NamedTuple):
@@ -68,6 +70,17 @@ def with_sound(picture: Tensors, channels: int, *rest: int | str) -> Tensors:
     return make
 
 
+def sequence(channels: int, camera: int) -> Tensors:
+    """A sequence of fixed length, and a camera beside it."""
+
+    def make(at: At) -> Any:
+        from comfy.nested_tensor import NestedTensor  # not in every ComfyUI
+
+        return NestedTensor((torch.zeros(at.batch, SEQUENCE, channels), torch.zeros(at.batch, 1, camera)))
+
+    return make
+
+
 class Vision:
     """The result of a CLIP vision encoder."""
 
@@ -97,11 +110,33 @@ class Architecture:
     """Tokens of the text, if the model takes only this number."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What else conditioning holds: values, or functions of the sizes."""
+    mask: Tensors | None = None
+    """Which part of the latent is sampled."""
     cfg: float = 4.0
+    batches: bool = True
+    """Whether it makes several at once."""
+    state: Callable[[], dict[str, torch.Tensor]] = dict
+    """What the model reads from the checkpoint when it is built."""
     since: str = ""
     """A class that came into ComfyUI no later than what this row samples."""
-    reason: str = ""
-    """Why it runs uncompiled, if it does."""
+    ahead: bool = True
+    """Whether all its graphs are made before the first step. Otherwise that step makes some."""
+    sizes: bool = True
+    """Whether new sizes compile nothing."""
+    share: int = 100
+    """Of the calls of blocks that run compiled, in percent."""
+    reasons: tuple[ReasonCode, ...] = ()
+    """Why others do not."""
+    why: str = ""
+    """The same, for people."""
+
+    @property
+    def cell(self) -> str:
+        """Return what docs/compatibility.md says of it."""
+        if not self.share:
+            return f"uncompiled: {self.why}"
+        when = "ahead" if self.ahead else "at the first step" if self.sizes else "at the first step, and at new sizes"
+        return f"{self.share}, {when}" + (f": {self.why}" if self.why else "")
 
     def patcher(self) -> Any:
         """Return a fresh patcher with random weights, the same ones each time."""
@@ -115,7 +150,7 @@ class Architecture:
         config = getattr(comfy.supported_models, self.cls)(dict(settings))
         config.set_inference_dtype(torch.float32, None)
         try:
-            return config.get_model({}, "", device=CPU)
+            return config.get_model(self.state(), "", device=CPU)
         except TypeError as error:
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None or unknown[1] not in settings:
@@ -130,9 +165,10 @@ class Architecture:
             noise = comfy.sample.prepare_noise(latent, 1)
             texts = self._conditioning(at, 1), self._conditioning(at, 2)
             arguments = (patcher, noise, 1, self.cfg, "euler", "simple", *texts, latent)
-            sampled = comfy.sample.sample(*arguments, disable_pbar=True, seed=1)
-        parts = sampled.unbind() if getattr(sampled, "is_nested", False) else [sampled]
-        return torch.cat([part.flatten() for part in parts])
+            part = self.mask(at) if self.mask else None
+            sampled = comfy.sample.sample(*arguments, noise_mask=part, disable_pbar=True, seed=1)
+        streams = sampled.unbind() if getattr(sampled, "is_nested", False) else [sampled]
+        return torch.cat([stream.flatten() for stream in streams])
 
     def _conditioning(self, at: At, seed: int) -> list:
         made = {name: value(at) if callable(value) else value for name, value in self.extra.items()}
@@ -153,10 +189,33 @@ def _fill(network: torch.nn.Module) -> None:
         else:
             weight.copy_(1 + 0.1 * drawn if name.endswith(("weight", "scale", "gamma")) else 0.02 * drawn)
     for name, buffer in network.named_buffers():
-        if name.endswith("pos_embed"):  # of memory that nobody has written to
+        if name.endswith(("pos_embed", "inv_freq")):  # of memory that nobody has written to
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         elif buffer.dtype.is_floating_point and not torch.isfinite(buffer).all():
             buffer.zero_()
+
+
+def seconds(*names: str, **settings: Any) -> Callable[[], dict[str, torch.Tensor]]:
+    """The weights with which a model of sound reads numbers of seconds."""
+
+    def make() -> dict[str, torch.Tensor]:
+        from comfy.ldm.audio.embedders import NumberConditioner
+
+        weights = NumberConditioner(768, **settings).state_dict()
+        return {f"conditioner.conditioners.{name}.{key}": random(*weight.shape, seed=len(key)) * 0.1
+                for name in names for key, weight in weights.items()}  # fmt: skip
+
+    return make
+
+
+def padded_mask(tokens: int) -> Tensors:
+    """Of text that is padded to a number of tokens."""
+    return lambda at: (torch.arange(tokens) < at.tokens).long().unsqueeze(0)
+
+
+def after_first_frame(at: At) -> torch.Tensor:
+    """The part of a video that begins with a picture."""
+    return (torch.arange(at.frames) > 0).float().view(1, 1, -1, 1, 1).expand(1, 1, -1, at.height, at.width)
 
 
 def mask(tokens: int = 0) -> Tensors:
@@ -236,6 +295,10 @@ LTX = {
 LTX_2 = LTX | {
     "image_model": "ltxav", "audio_in_channels": 128, "audio_cross_attention_dim": 64, "audio_attention_head_dim": 16,
     "audio_num_attention_heads": 4, "connector_attention_head_dim": 32, "connector_num_attention_heads": 2,
+}  # fmt: skip
+LTX_23 = LTX_2 | {
+    "caption_proj_before_connector": True, "caption_projection_first_linear": False, "cross_attention_adaln": True,
+    "apply_gated_attention": True, "connector_apply_gated_attention": True,
 }  # fmt: skip
 SD3 = {
     "in_channels": 16, "out_channels": 16, "patch_size": 2, "depth": 2, "input_size": None, "adm_in_channels": WIDTH,
@@ -318,18 +381,61 @@ ACE15 = {
     "intermediate_size": 256, "fsq_dim": 128, "encoder_hidden_size": 128, "encoder_intermediate_size": 256,
     "encoder_num_heads": 4,
 }  # fmt: skip
-
+STABLE_AUDIO = {
+    "audio_model": "dit1.0", "global_cond_dim": 1536, "project_cond_tokens": True, "embed_dim": 128, "num_heads": 4,
+    "depth": 2, "cond_token_dim": 768, "io_channels": 64, "timestep_features_type": "learned", "input_concat_dim": 0,
+}  # fmt: skip
+STABLE_AUDIO_3 = STABLE_AUDIO | {
+    "global_cond_dim": 768, "io_channels": 256, "timestep_features_type": "expo", "local_add_cond_dim": 257,
+    "global_cond_shared_embed": True, "global_cond_type": "adaLN", "norm_type": "rms_norm", "num_memory_tokens": 4,
+    "attn_kwargs": {"qk_norm": "rms", "differential": True},
+}  # fmt: skip
+CASCADE_C = {
+    "stable_cascade_stage": "c", "c_cond": 64, "c_hidden": [64, 64], "nhead": [4, 4], "blocks": [[1, 2], [2, 1]],
+    "c_clip_text": WIDTH, "c_clip_text_pooled": WIDTH,
+}  # fmt: skip
+CASCADE_B = {
+    "stable_cascade_stage": "b", "c_cond": 64, "c_hidden": [32, 64, 64, 64], "nhead": [-1, -1, 4, 4],
+    "blocks": [[1, 1, 1, 1], [1, 1, 1, 1]], "block_repeat": [[1, 1, 1, 1], [2, 2, 2, 2]], "c_clip": WIDTH,
+}  # fmt: skip
+MOCHI = {
+    "image_model": "mochi_preview", "depth": 2, "patch_size": 2, "num_heads": 4, "hidden_size_x": 128,
+    "hidden_size_y": 64, "mlp_ratio_x": 96.0, "mlp_ratio_y": 4.0, "learn_sigma": False, "in_channels": 12,
+    "qk_norm": True, "qkv_bias": False, "out_bias": True, "attn_drop": 0.0, "patch_embed_bias": True,
+    "posenc_preserve_area": True, "timestep_mlp_bias": True, "attend_to_padding": False, "timestep_scale": 1000.0,
+    "use_t5": True, "t5_feat_dim": WIDTH, "t5_token_length": 256, "rope_theta": 10000.0,
+}  # fmt: skip
+MINIMAX = {
+    "image_model": "minimax_h3", "hidden_size": 128, "num_layers": 2, "token_refiner_num_layers": 2,
+    "num_attention_heads": 4, "attention_head_dim": 32, "ffn_hidden_size": 256, "latents_dim": 24,
+    "audio_latents_dim": 32, "text_dim": WIDTH, "timestep_input_dim": 32, "time_embed_hidden_size": 64,
+    "time_embed_dim": 64, "rope_inv_freq_len": 4,
+}  # fmt: skip
+SEED = {
+    "image_model": "seedvr2", "vid_dim": 128, "heads": 4, "num_layers": 4, "norm_eps": 1e-5, "mlp_type": "swiglu",
+    "vid_out_norm": True, "txt_in_dim": WIDTH, "head_dim": 32, "mm_layers": 2, "rope_dim": 32,
+}  # fmt: skip
+PIXEL = {
+    "image_model": "pixeldit_t2i", "hidden_size": 64, "num_groups": 4, "pixel_attn_hidden_size": 64,
+    "pixel_num_groups": 4, "patch_depth": 2, "txt_embed_dim": WIDTH,
+}  # fmt: skip
+PID = PIXEL | {"image_model": "pid", "lq_hidden_dim": 32, "lq_latent_channels": 16, "latent_spatial_down_factor": 8}
+TRIPO = {
+    "image_model": "triposplat", "q_token_length": SEQUENCE, "model_channels": 96, "cond_channels": WIDTH,
+    "num_blocks": 2, "num_head_channels": 24,
+}  # fmt: skip
 SEEN = Vision(257, 1280)
 REFERENCE = {"reference_latents": lambda at: [random(1, 16, at.width, at.height)]}
 STILL_REFERENCE = {"reference_latents": lambda at: [random(1, 16, 1, at.width, at.height)]}
 DEPENDS = "what it computes depends on values"
+FUNCTIONS = "its blocks are given functions"
 
 WITHOUT_POOLED = {"guidance_embed": False, "vec_in_dim": None, "txt_ids_dims": [1, 2]}
 
 TABLE = (
     Architecture("HiDream O1", "HiDreamO1", HIDREAM_O1, image(3, 8),
                  extra={"text_input_ids": lambda at: torch.arange(at.tokens).unsqueeze(0)},
-                 reason="an argument of type function"),
+                 share=0, reasons=(ReasonCode.ARGUMENT_TYPE,), why=FUNCTIONS, ahead=False),
     Architecture("Ovis-Image", "FluxSchnell", FLUX | WITHOUT_POOLED | {"yak_mlp": True, "txt_norm": True}, image(16),
                  since="ZImage"),
     Architecture("LongCat-Image", "LongCatImage", FLUX | WITHOUT_POOLED, image(16)),
@@ -357,7 +463,7 @@ TABLE = (
     Architecture("Z-Image", "ZImage", Z_IMAGE, image(16)),
     Architecture("Qwen-Image", "QwenImage", QWEN, still(16)),
     Architecture("Qwen-Image-Edit 2511", "QwenImage", QWEN | {"default_ref_method": "index_timestep_zero"}, still(16),
-                 extra=STILL_REFERENCE),
+                 extra=STILL_REFERENCE, ahead=False),
     Architecture("Wan 2.1 and 2.2 14B, text to video", "WAN21_T2V", WAN, video(16)),
     Architecture("Wan 2.1, image to video", "WAN21_I2V", WAN | {"model_type": "i2v", "in_dim": 36}, video(16), extra={
         "clip_vision_output": SEEN,
@@ -374,12 +480,15 @@ TABLE = (
                  WAN | {"model_type": "s2v", "audio_dim": WIDTH, "audio_inject_layers": [0]}, video(16),
                  extra={"audio_embed": lambda at: random(1, 25, WIDTH, at.frames * 4)}),
     Architecture("HuMo", "WAN21_HuMo", WAN | {"model_type": "humo", "in_dim": 36}, video(16),
-                 extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}),
+                 extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}, ahead=False),
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
-    Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16)),
+    Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH),
+    Architecture("LTX-2.3", "LTXAV", LTX_23, with_sound(video(128), 8, LENGTH, 16), text=192),
+    Architecture("LTX-2, image to video", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH,
+                 mask=after_first_frame, batches=False, ahead=False),
     Architecture("HunyuanVideo", "HunyuanVideo", HUNYUAN, video(16), pooled=WIDTH),
     Architecture("HunyuanVideo, image to video", "HunyuanVideoI2V", HUNYUAN | {"in_channels": 33}, video(16),
-                 pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0, since="ZImage"),
+                 pooled=WIDTH, extra={"guiding_frame_index": 0}, cfg=1.0, since="ZImage", ahead=False),
     Architecture("HunyuanVideo 1.5", "HunyuanVideo15", HUNYUAN | {
         "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "byt5": True,
         "use_cond_type_embedding": True, "vision_in_dim": WIDTH, "guidance_embed": False, "meanflow_sum": True},
@@ -412,15 +521,36 @@ TABLE = (
     Architecture("PixArt Sigma", "PixArtSigma", PIXART, image(4, 4)),
     Architecture("Hunyuan-DiT", "HunyuanDiT", HUNYUAN_DIT, image(4), tokens=77, extra={
         "attention_mask": mask(77), "conditioning_mt5xl": random(1, 256, WIDTH),
-        "attention_mask_mt5xl": torch.ones(1, 256)}),
+        "attention_mask_mt5xl": torch.ones(1, 256)}, ahead=False),
     Architecture("AuraFlow", "AuraFlow", AURA, image(4)),
     Architecture("Hunyuan3D 2", "Hunyuan3Dv2", HUNYUAN_3D, sound(64, 8)),
+    Architecture("Stable Audio", "StableAudio", STABLE_AUDIO, sound(64, 8), text=768,
+                 state=seconds("seconds_start", "seconds_total")),
+    Architecture("Stable Audio 3", "StableAudio3", STABLE_AUDIO_3, sound(256, 8), text=768,
+                 state=seconds("seconds_total", fourier_features_type="expo")),
+    Architecture("Stable Cascade, stage C", "Stable_Cascade_C", CASCADE_C, image(16), pooled=WIDTH),
+    Architecture("Stable Cascade, stage B", "Stable_Cascade_B", CASCADE_B, image(4, 4), pooled=WIDTH),
+    Architecture("Mochi", "GenmoMochi", MOCHI, video(12), tokens=256, extra={"attention_mask": padded_mask(256)}),
+    Architecture("MiniMax H3", "MiniMaxH3", MINIMAX, with_sound(video(24), 32, 2, LENGTH), cfg=1.0,
+                 batches=False, ahead=False),
+    Architecture("SeedVR2", "SeedVR2", SEED, video(16),
+                 extra={"condition": lambda at: random(at.batch, 17, at.frames, at.height, at.width)}, share=0,
+                 reasons=(ReasonCode.ARGUMENT_TYPE, ReasonCode.DEPENDS_ON_VALUES),
+                 why=f"{FUNCTIONS}, and {DEPENDS} (how long each video is)", ahead=False),
+    Architecture("PixelDiT", "PixelDiTT2I", PIXEL, image(3, 8), sizes=False, batches=False,
+                 why="its pixel blocks divide by sizes, and have a graph for each, up to four", ahead=False),
+    Architecture("PiD", "PiD", PID, image(3, 16), extra={
+        "lq_latent": lambda at: random(1, 16, at.height // 2, at.width // 2), "degrade_sigma": torch.tensor([0.3])},
+        share=50, reasons=(ReasonCode.STRAY_LAYER,), ahead=False,
+        why="its pixel blocks read the network that they are in"),
+    Architecture("TripoSplat", "TripoSplat", TRIPO, sequence(16, 5), ahead=False),
     Architecture("ACE-Step", "ACEStep", ACE, lambda at: torch.zeros(at.batch, 8, 16, at.width * 4),
                  extra={"conditioning_lyrics": lambda at: torch.arange(at.tokens).unsqueeze(0)}),
     Architecture("ACE-Step 1.5", "ACEStep15", ACE15, sound(64, 10),
-                 extra={"conditioning_lyrics": lambda at: random(1, at.tokens, WIDTH)}, reason=DEPENDS),
+                 extra={"conditioning_lyrics": lambda at: random(1, at.tokens, WIDTH)}),
     Architecture("HiDream", "HiDream", HIDREAM, image(16), pooled=WIDTH,
-                 extra={"conditioning_llama3": lambda at: random(1, 4, at.tokens, WIDTH)}, reason=DEPENDS),
+                 extra={"conditioning_llama3": lambda at: random(1, 4, at.tokens, WIDTH)}, share=0,
+                 reasons=(ReasonCode.DEPENDS_ON_VALUES,), why=f"{DEPENDS} (which expert takes a token)", ahead=False),
 )  # fmt: skip
 
 ELSEWHERE = {
@@ -434,10 +564,9 @@ ELSEWHERE = {
         "WAN21_CausalAR_T2V", "WAN22_Camera", "WAN_Animate2", "WAN21_FlowRVS", "WAN21_SCAIL2", "WAN22_WanDancer",
         "Hunyuan3Dv2mini", "Hunyuan3Dv2_1"),
     "compiled when it was tried, and too slow for a test: its text is 53248 wide": ("Ideogram4",),
-    "not tried": (
-        "Stable_Cascade_C", "Stable_Cascade_B", "StableAudio", "StableAudio3",
-        "MiniMaxH3", "GenmoMochi", "PiD", "PixelDiTT2I", "TripoSplat",
-        "SeedVR2", "MiniMaxMusic3", "Trellis2"),
+    "its sizes are written into its code: 36 blocks, 2048 wide": ("MiniMaxMusic3",),
+    "its first stage compiled when it was tried, in two minutes; others give blocks sparse tensors of its own class": (
+        "Trellis2",),
     "no model that is sampled": ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"),
 }  # fmt: skip
 """Classes without a row, by the reason."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import comfy.supported_models
@@ -15,6 +16,8 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 FIRST, OTHER = At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)
 BATCH = At(2, 3, 16, 24, 20)
 BOUND = 1e-5
+NEWEST = "MiniMaxH3"
+"""A class that came with the ComfyUI for which the table says when graphs are made."""
 
 
 @pytest.mark.parametrize("architecture", TABLE, ids=lambda architecture: architecture.name)
@@ -22,21 +25,23 @@ def test_architecture(architecture, registry):
     for cls in (architecture.cls, architecture.since or architecture.cls):
         if not hasattr(comfy.supported_models, cls):
             pytest.skip(f"this ComfyUI has no {cls}")
+    first, *others = (FIRST, OTHER, BATCH) if architecture.batches else (FIRST, OTHER)
     plain = architecture.patcher()
-    expected = {at: architecture.sample(plain, at) for at in (FIRST, OTHER, BATCH)}
+    expected = {at: architecture.sample(plain, at) for at in (first, *others)}
     # A model of its own: sampling plainly first may leave something behind.
     ours, text = host.compile_model(architecture.patcher(), host.Request("eager", verify=False))
     counters = ours.object_patches["diffusion_model.forward"].compiled.counters
-    assert _error(architecture.sample(ours, FIRST), expected[FIRST]) < BOUND, text
-    if architecture.reason:
-        assert sum(counters.eager_calls.values()) == counters.calls
-        assert any(architecture.reason in str(reason) for reason in counters.eager_calls)
-        return
-    with totals.expect(compiles=0, retired=0):
-        for at in (OTHER, BATCH):
+    ahead = counters.compiles
+    assert _error(architecture.sample(ours, first), expected[first]) < BOUND, text
+    if hasattr(comfy.supported_models, NEWEST):  # an older ComfyUI may make other calls
+        assert (0 < ahead == counters.compiles) == architecture.ahead
+    with nullcontext() if not architecture.sizes else totals.expect(compiles=0, retired=0):
+        for at in others:
             assert _error(architecture.sample(ours, at), expected[at]) < BOUND
+    uncompiled = sum(counters.eager_calls.values())
     assert counters.calls > 0
-    assert counters.eager_calls == {}
+    assert round(100 * (1 - uncompiled / counters.calls)) == architecture.share
+    assert {reason.code for reason in counters.eager_calls} == set(architecture.reasons)
 
 
 def test_every_class_has_a_row_or_a_reason_to_have_none():
@@ -47,9 +52,8 @@ def test_every_class_has_a_row_or_a_reason_to_have_none():
 def test_the_page_about_compatibility_has_the_same_rows():
     page = (Path(__file__).parents[4] / "docs" / "compatibility.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", page.partition("## Models")[2].partition("\n## ")[0], re.M))
-    assert {row.name: not row.reason for row in TABLE} == {
-        name: cell == "100" for name, cell in rows.items() if name in {row.name for row in TABLE}
-    }
+    names = {row.name for row in TABLE}
+    assert {row.name: row.cell for row in TABLE} == {name: cell for name, cell in rows.items() if name in names}
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -1,0 +1,91 @@
+"""Answers for code that asks fake tensors for values, while a network is called to learn its sizes.
+
+Networks look at values between their blocks: whether a mask covers a whole frame, which step it is. An answer decides
+which calls are foreseen, and never what a graph computes: a block that asks gets none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..common.torch_compat import TorchDispatchMode, needs_values, scalar_value, without_fake_tensors
+
+MAX_ANSWERS = 100_000
+"""A loop that waits for another answer must end."""
+
+_thread = threading.local()
+
+
+@contextmanager
+def unanswered() -> Iterator[None]:
+    """Answer nothing that this thread asks for inside the block."""
+    outer = getattr(_thread, "is_off", False)
+    _thread.is_off = True
+    try:
+        yield
+    finally:
+        _thread.is_off = outer
+
+
+def with_answers(call: Callable[[bool], None]) -> None:
+    """Make a call under fake tensors; if it fails for want of a value, make it again and answer what it asks for.
+
+    `call` is told whether it is answered. Raises its first error.
+    """
+    try:
+        return call(False)
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        asked = error
+    try:
+        with AnsweredValues():
+            call(True)
+    except Exception:
+        raise asked from None
+
+
+class AnsweredValues(TorchDispatchMode):
+    """Answers where a fake tensor does not know its value: no, one, and as many counts as the code wants at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            answer = _ANSWERS.get(func)
+            if answer is None or not needs_values(error):
+                raise
+            if getattr(_thread, "is_off", False) or self._answers >= MAX_ANSWERS:
+                raise
+        self._answers += 1
+        return answer(*args, **kwargs)
+
+
+def constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of one value as a fake tensor that knows it."""
+    with without_fake_tensors():
+        value = tensor.tolist()
+    return torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+
+
+def _value(tensor: torch.Tensor) -> bool | int | float:
+    if tensor.dtype is torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 1
+
+
+def _counts(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    return (tensor if weights is None else weights).new_empty(max(minlength, 1))
+
+
+_ANSWERS = {scalar_value: _value, torch.ops.aten.bincount.default: _counts}
