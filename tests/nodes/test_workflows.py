@@ -111,7 +111,7 @@ def test_a_workflow_without_its_files_makes_them(refiner_home, start_server):
     with start_server(refiner_home) as server:
         outputs = server.run(prompt)
         for node, name in (("3", "sdxl_base"), ("4", "sdxl_refiner")):
-            assert outputs[node]["text"][0].startswith(f"{name}_00001_.graph.safetensors is not in models/")
+            assert outputs[node]["text"][0].startswith(f"There is no file {name} in models/compiled_graphs yet")
         assert "graphs saved to sdxl_base_00001_" in outputs["16"]["text"][0]
         assert "graphs saved to sdxl_refiner_00001_" in outputs["17"]["text"][0]
 
@@ -256,9 +256,9 @@ def test_save_and_load_compiles_then_takes_the_file(tiny_server):
     for path in (tiny_server.home / "models" / "compiled_graphs").glob("sd15_*"):
         path.unlink()
     texts = [tiny_server.run(small("save_and_load", seed))["2"]["text"][0] for seed in (3, 4)]
-    assert texts[0].startswith("sd15_00001_.graph.safetensors is not in models/compiled_graphs; compiled instead")
-    assert "3 of 3 regions from sd15_00001_, 0 compiled" in texts[1]
-    assert "VAE: 1 of 1 regions from sd15_00001_, 0 compiled" in texts[1]
+    assert texts[0].startswith("There is no file sd15 in models/compiled_graphs yet, so the model is compiled.")
+    assert "Ready: 3 of 3 block types loaded from sd15_00001_ (" in texts[1]
+    assert "VAE: Ready: 1 of 1 block types loaded from sd15_00001_ (" in texts[1]
 
 
 def test_every_workflow_is_queued_by_a_test():

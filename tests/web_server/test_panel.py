@@ -102,7 +102,7 @@ def role(server):
 def test_the_panel_shows_what_to_do_and_what_was_done(server, page, panel, run):
     see(panel, "Nothing is compiled yet. Put Compile Model between a loader and a sampler")
     run()
-    see(panel, "3 of 3 kinds compiled")
+    see(panel, "3 of 3 block types compiled")
     see(panel, "Network call")  # appears after the first prompt's undisturbed calls
     found = role(server)
     assert "my workflow" in panel.locator(".cg-name").inner_text()
@@ -146,7 +146,7 @@ def test_a_closed_panel_reads_nothing(page, panel, run):
     page.wait_for_timeout(1500)
     assert asked == []
     page.click(".compiled-graphs-tab-button")
-    see(panel, "3 of 3 kinds compiled")
+    see(panel, "3 of 3 block types compiled")
 
 
 def test_save_writes_a_file(server, page, panel, run):
@@ -161,12 +161,12 @@ def test_drop_empties_memory_and_graphs_load_from_disk(server, page, panel, run)
     run()
     see(panel, "Network call")
     panel.get_by_role("button", name="Take the graphs of this workflow out of memory").click()
-    see(panel.get_by_role("status"), "3 graphs dropped from memory")
+    see(panel.get_by_role("status"), "3 graphs freed.")
     see(panel, "Nothing is compiled yet")
     assert server.get("/compiled_graphs/registry")["memory"]["graphs"] == 0
     compiles = server.get("/compiled_graphs/registry")["totals"]["compiles"]
     run()
-    see(panel, "3 of 3 kinds compiled")
+    see(panel, "3 of 3 block types compiled")
     assert server.get("/compiled_graphs/registry")["totals"]["compiles"] == compiles
     assert {graph["source"] for graph in role(server)["graphs"]} == {"disk"}
 
@@ -174,7 +174,7 @@ def test_drop_empties_memory_and_graphs_load_from_disk(server, page, panel, run)
 def test_what_the_server_refuses_is_shown(page, panel, run):
     run()
     see(panel, "Network call")
-    answer = {"status": 409, "json": {"error": "A prompt is running; drop the graphs when it has ended."}}
+    answer = {"status": 409, "json": {"error": "A prompt is running. Free the graphs when it has ended."}}
     page.route("**/compiled_graphs/drop", lambda route: route.fulfill(**answer))
     panel.get_by_role("button", name="Take the graphs").click()
     see(panel.get_by_role("status"), answer["json"]["error"])
