@@ -5,9 +5,10 @@ import { inLanguage } from "./words.js";
 
 const STATUS_EVENT = "compiled_graphs.status";
 const TEXTS = "/compiled_graphs/texts";
+const NO_ID = "00000000-0000-0000-0000-000000000000";
 const WIDGET = "status";
 const WIDTH = 320;
-const HIGHEST = 170; // pixels; a longer text scrolls
+const HIGHEST = 120; // pixels; a longer text scrolls
 const MARGIN = 10; // pixels that the frontend leaves around an element on a node
 
 function element(className) {
@@ -62,11 +63,13 @@ function findNode(id) {
 
 const byId = (graph, id) => graph?.getNodeById(Number(id)) ?? graph?.getNodeById(id);
 
-// Frontends before 2025 give workflows no id; then the open one is meant.
-function isOpen(workflow) {
-  const own = (app.rootGraph ?? app.graph)?.id;
-  return !own || !workflow || own === workflow;
+// Frontends before 2025 give workflows no id, and those of today none that counts to a prompt in API format.
+function openId() {
+  const id = (app.rootGraph ?? app.graph)?.id;
+  return id === NO_ID ? undefined : id;
 }
+
+const isOpen = (workflow) => !openId() || !workflow || openId() === workflow;
 
 function tell(id, told) {
   const node = findNode(id);
@@ -75,7 +78,7 @@ function tell(id, told) {
 
 // What the nodes of the open workflow said last. A server that was started since has nothing to say.
 async function recall() {
-  const workflow = (app.rootGraph ?? app.graph)?.id;
+  const workflow = openId();
   if (!workflow) return;
   const answer = await api.fetchApi(`${TEXTS}?workflow=${encodeURIComponent(workflow)}`).catch(() => null);
   const texts = answer?.ok ? await answer.json() : {};

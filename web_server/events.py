@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.common.words import translations
@@ -51,6 +51,8 @@ class NodeTexts:
         return {node_id: _told(text) for node_id, text in texts.items()}
 
 
+NO_ID = "00000000-0000-0000-0000-000000000000"
+"""What the frontend gives a workflow that it made of a prompt in API format."""
 MAX_WORKFLOWS = 64
 """Workflows whose texts are remembered: the latest."""
 
@@ -104,14 +106,21 @@ class _Announcer:
 announce = _Announcer()
 
 
-def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> Callable[[], str]:
-    """Return a function that names the workflow that runs when it is called.
+class RunningWorkflow:
+    """Names the workflow that runs when it is called.
 
     At first that is the workflow that the node ran for. Later ComfyUI may hand the node's cached output to another
     workflow, and only the server's queue knows which.
     """
-    own = workflow_id(prompt, extra_pnginfo)
-    return lambda: _running_workflow(own)
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self.last = own
+        """The answer to the last call."""
+
+    def __call__(self) -> str:
+        self.last = _running_workflow(self._own)
+        return self.last
 
 
 def _running_workflow(otherwise: str = "") -> str:
@@ -147,14 +156,14 @@ def request(
     """Return the request of a node, which also says where its texts are shown and for which workflow it runs."""
     from ..compiler.hosts.comfy.request import Request
 
-    own = workflow_id(prompt, extra_pnginfo)
+    workflow = RunningWorkflow(workflow_id(prompt, extra_pnginfo))
     return Request(
         backend,
         verify,
         str(node_id),
-        running_workflow(prompt, extra_pnginfo),
-        on_change=lambda changed: show(node_id, changed, own),
-        on_progress=lambda text: progress(node_id, text, own),
+        workflow,
+        on_change=lambda changed: show(node_id, changed, workflow.last),
+        on_progress=lambda text: progress(node_id, text, workflow.last),
     )
 
 
@@ -165,8 +174,9 @@ def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, An
     workflow.
     """
     workflow = (extra_pnginfo or {}).get("workflow") or {}
-    if identity := workflow.get("id"):
-        return str(identity)
+    identity = str(workflow.get("id") or "")
+    if identity and identity != NO_ID:
+        return identity
     topology = {
         node_id: [node.get("class_type"), {k: v for k, v in node.get("inputs", {}).items() if isinstance(v, list)}]
         for node_id, node in (prompt or {}).items()

@@ -105,6 +105,7 @@ class Status:
         self._left = left
         self._samples = samples
         self._told = ""
+        self._workflow = request.workflow()
         self._wrappers: list[weakref.ref[NetworkWrapper]] = []
 
     def follow(self, wrapper: NetworkWrapper) -> None:
@@ -140,9 +141,10 @@ class Status:
         self.tell(uncompiled_line(reason, ""))
 
     def tell_news(self) -> None:
-        """Tell how things stand now if that is something else than what was told last."""
-        before = self._told
-        if self.text() != before:
+        """Tell how things stand now if that is news, or if another workflow runs the model than before."""
+        before = self._told, self._workflow
+        self._workflow = self._request.workflow()
+        if (self.text(), self._workflow) != before:
             self.tell()
 
 
