@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import numpy
 import torch
 
+from ..compiler.common.words import Words, join, say
 from ..web_server import events
 from .inputs import ANY
 from .report_picture import Row, Section, draw
@@ -17,9 +19,10 @@ if TYPE_CHECKING:
     from ..compiler.runtime.compiled_model import CompiledModel
     from ..compiler.runtime.summary import KindInUse
 
-NOT_COMPILED = "not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup or Load Graph"
-NOT_TIMED = "Blocks are timed when they first run, with verify on: connect a picture made with this model to after."
-_SOURCES = {"compiled": "compiled", "disk": "loaded from disk", "file": "loaded from a file"}
+NOT_COMPILED = say("Not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup or Load Graph")
+NOT_TIMED = say(
+    "Blocks are timed on their first run, with verify on. Connect an image of this model to the input after."
+)
 
 
 class CompileReport:
@@ -66,11 +69,19 @@ class CompileReport:
         things = (("Model", model), ("VAE", vae), ("ControlNet", control_net))
         sections = [_section(name, thing) for name, thing in things if thing is not None]
         sections = sections or [Section("Compile Report", [NOT_COMPILED], [])]
-        picture = draw(sections)
-        text = "\n".join(f"{section.title}: {section.lines[0]}" for section in sections)
+        picture = draw(sections, _language())
+        text = join([join([section.title, section.lines[0]], ": ") for section in sections])
         events.show(unique_id, text)
         image = torch.from_numpy(numpy.asarray(picture, dtype=numpy.float32) / 255)[None]
         return {"ui": {"images": [_preview(picture)], "text": [text]}, "result": (image,)}
+
+
+def _language() -> str:
+    from ..compiler.hosts.comfy.comfy_compat import user_directory
+    from ..compiler.hosts.comfy.settings import chosen_language
+
+    folder = user_directory()
+    return chosen_language(Path(folder)) if folder else "en"
 
 
 def _section(name: str, thing: Any) -> Section:
@@ -85,26 +96,30 @@ def _section(name: str, thing: Any) -> Section:
     return Section(_title(name, compiled, rows), _lines(compiled, kinds, rows), rows)
 
 
-def _title(name: str, compiled: CompiledModel, rows: list[Row]) -> str:
+def _title(name: str, compiled: CompiledModel, rows: list[Row]) -> Words:
     timed = [row for row in rows if row.eager and row.compiled]
     network = compiled.network_name()
     if not timed:
-        return f"{name}: {network}"
-    gain = sum(row.eager for row in timed) / sum(row.compiled for row in timed)
-    return f"{name}: {network}, its blocks {gain:.2f}x as fast"
+        return say("{name}: {network}", name=name, network=network)
+    factor = sum(row.eager for row in timed) / sum(row.compiled for row in timed)
+    if factor < 1:
+        return say("{name}: {network}, its blocks {factor:.2f}x slower", name=name, network=network, factor=1 / factor)
+    return say("{name}: {network}, its blocks {factor:.2f}x faster", name=name, network=network, factor=factor)
 
 
-def _lines(compiled: CompiledModel, kinds: list[KindInUse], rows: list[Row]) -> list[str]:
+def _lines(compiled: CompiledModel, kinds: list[KindInUse], rows: list[Row]) -> list[Words]:
     calls, eager = compiled.counters.calls, compiled.counters.eager_calls.total()
-    covered = sum(bool(kind.graphs) for kind in kinds)
-    lines = [f"{covered} of {len(kinds)} kinds of block compiled"]
+    counts = {"done": sum(bool(kind.graphs) for kind in kinds), "total": len(kinds)}
+    first = say("{done} of {total} block types compiled", **counts)
     if calls:
-        lines[0] += f", {1 - eager / calls:.0%} of {calls} calls ran compiled"
+        share = 1 - eager / calls
+        first = say("{first}, {share:.0%} of {calls:,} calls ran compiled", first=first, share=share, calls=calls)
+    lines = [first]
     entries = [entry for kind in kinds for entry in kind.graphs]
-    for source, text in _SOURCES.items():
+    for source in ("compiled", "disk", "file"):
         seconds = [entry.seconds for entry in entries if entry.source == source]
         if seconds:
-            lines.append(f"{len(seconds)} {'graph' if len(seconds) == 1 else 'graphs'} {text}, {sum(seconds):.1f} s")
+            lines.append(say("Graphs {origin}: {count}", origin=_origin(source, sum(seconds)), count=len(seconds)))
     if rows and not any(row.eager for row in rows):
         lines.append(NOT_TIMED)
     return lines
@@ -112,18 +127,33 @@ def _lines(compiled: CompiledModel, kinds: list[KindInUse], rows: list[Row]) -> 
 
 def _rows(kind: KindInUse) -> list[Row]:
     """Return a row for each graph of a kind, or one that says why there is none."""
-    label = f"{kind.region} ({kind.blocks} blocks)" if kind.blocks > 1 else kind.region
+    from ..compiler.hosts.comfy.texts import in_words
+    from ..compiler.registry.explanations import reason_words
+
+    name = in_words(kind.region)
+    label = say("{name} ({count} blocks)", name=name, count=kind.blocks) if kind.blocks > 1 else name
     if not kind.graphs:
-        return [Row(label, None, None, f"uncompiled: {kind.reasons[0]}" if kind.reasons else "not run yet")]
+        return [Row(label, None, None, reason_words(kind.reasons[0]) if kind.reasons else say("not run yet"))]
     return [
         Row(
             label,
             entry.timing and entry.timing.eager * kind.blocks * 1000,
             entry.timing and entry.timing.graph * kind.blocks * 1000,
-            f"{_SOURCES.get(entry.source, entry.source)}, {entry.seconds:.1f} s",
+            _origin(entry.source, entry.seconds),
         )
         for entry in kind.graphs
     ]
+
+
+def _origin(source: str, seconds: float) -> Words:
+    from ..compiler.hosts.comfy.texts import duration
+
+    took = duration(seconds)
+    if source == "disk":
+        return say("loaded from disk, {took}", took=took)
+    if source == "file":
+        return say("loaded from a file, {took}", took=took)
+    return say("compiled, {took}", took=took)
 
 
 def _preview(picture: Any) -> dict[str, str]:

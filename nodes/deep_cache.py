@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compiler.common.words import join
 from ..web_server import events
 
 if TYPE_CHECKING:
@@ -70,6 +71,5 @@ def with_deep_cache(model: Any, wanted: Settings, unique_id: str, above: str = "
     """
     from ..compiler.hosts.comfy.deep_cache import use_deep_cache
 
-    lines = [above] if above else []
-    cached, text = use_deep_cache(model, wanted, lambda done: events.show(unique_id, "\n".join([*lines, done])))
-    return cached, "\n".join([*lines, text])
+    cached, text = use_deep_cache(model, wanted, lambda done: events.show(unique_id, join([above, done])))
+    return cached, join([above, text])

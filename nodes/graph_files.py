@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.backends import NAMES
+from ..compiler.common.words import join, say
 from ..compiler.hosts.comfy import graph_folder
 from ..compiler.identity.graph_spec import CompiledGraph
 from ..compiler.storage.graph_file import SUFFIX, GraphFileError
@@ -17,8 +17,7 @@ from . import inputs
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
 
-NONE = "none"
-NOTHING_CONNECTED = "connect a model, a VAE or a ControlNet"
+NOTHING_CONNECTED = say("Connect a model, a VAE or a ControlNet.")
 
 
 class SaveGraph:
@@ -71,9 +70,9 @@ class SaveGraph:
         graphs = [graph for graphs, _ in found for graph in graphs]
         told = [line for _, lines in found for line in lines]
         if graphs:
-            text = "\n".join([_written(graphs, filename_prefix), *told])
+            text = join([_written(graphs, filename_prefix), *told])
         else:
-            text = "\n".join(["nothing saved", *(told or [NOTHING_CONNECTED])])
+            text = join([say("Nothing was saved."), *(told or [NOTHING_CONNECTED])])
         events.show(unique_id, text)
         return {"ui": {"text": [text]}}
 
@@ -99,10 +98,12 @@ class LoadGraph:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        files = graph_folder.listed_files()
         return {
             "required": {
-                "graph": (files or [NONE], {"tooltip": "A file under models/compiled_graphs."}),
+                "graph": (
+                    graph_folder.choices(),
+                    {"tooltip": "A file that Save Graph wrote to models/compiled_graphs, or the newest of a name."},
+                ),
             },
             "optional": {
                 "model": ("MODEL", {"tooltip": "The model to put the graphs into."}),
@@ -123,7 +124,7 @@ class LoadGraph:
     def IS_CHANGED(cls, graph: str, **others: Any) -> str:  # noqa: N802  ComfyUI's name
         """Load again when the file was written again."""
         path = graph_folder.find(graph)
-        return f"{path.stat().st_mtime_ns} {path.stat().st_size}" if path else "missing"
+        return f"{path.name} {path.stat().st_mtime_ns} {path.stat().st_size}" if path else "missing"
 
     def load(
         self,
@@ -148,7 +149,7 @@ class LoadGraph:
             events.request(backend, True, unique_id, prompt, extra_pnginfo),
             graphs=graphs,
             listed=listed,
-            source=Path(graph).name.removesuffix(SUFFIX) if graphs else "",
+            source=graph_folder.label(graph) if graphs else "",
             capture=cuda_graphs,
         )
 
@@ -160,10 +161,10 @@ class LoadGraph:
             shown.put("model", text)
         if vae is not None:
             vae, text = compile_vae(vae, request("vae"), encode=None)
-            shown.put("vae", f"VAE: {text}")
+            shown.put("vae", join(["VAE:", text], " "))
         if control_net is not None:
             control_net, text = compile_control_net(control_net, request("control_net"))
-            shown.put("control_net", f"ControlNet: {text}")
+            shown.put("control_net", join(["ControlNet:", text], " "))
         text = shown.put("none", "" if model or vae or control_net else NOTHING_CONNECTED)
         events.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (model, vae, control_net)}
@@ -178,7 +179,7 @@ class _Lines:
     def put(self, name: str, text: str) -> str:
         """Say something else in one part, and return the whole text."""
         self._parts[name] = text
-        return "\n".join(filter(None, self._parts.values()))
+        return join(self._parts.values())
 
 
 def _graphs_of(thing: Any, compile_thing: Callable[[Any], tuple[Any, str]]) -> tuple[list[CompiledGraph], list[str]]:
@@ -189,11 +190,11 @@ def _graphs_of(thing: Any, compile_thing: Callable[[Any], tuple[Any, str]]) -> t
     if graphs := graphs_in_use(patcher_of(thing)):
         return graphs, []
     compiled, text = compile_thing(thing)
-    return graphs_in_use(patcher_of(compiled)) or [], [f"compiled now: {text}"]
+    return graphs_in_use(patcher_of(compiled)) or [], [say("Compiled now: {text}", text=text)]
 
 
 def _written(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     try:
         return graph_folder.write(graphs, filename_prefix)
     except GraphFileError as reason:
-        return str(reason)
+        return reason.args[0]

@@ -12,7 +12,8 @@ from typing import Any
 
 import folder_paths
 
-from ..compiler.hosts.comfy.graph_folder import listed_files
+from ..compiler.common.words import join, say
+from ..compiler.hosts.comfy.graph_folder import choices
 from ..compiler.storage.graph_file import SUFFIX
 from ..web_server import events
 from . import inputs
@@ -20,12 +21,12 @@ from .compile_model import CompileModel
 from .compile_node import CompileNode
 from .control_net_speedup import ControlNetSpeedup
 from .deep_cache import STEPS, settings, with_deep_cache
-from .graph_files import NONE, LoadGraph, SaveGraph
+from .graph_files import LoadGraph, SaveGraph
 from .vae_speedup import VAESpeedup
 
 CATEGORY = "compiled graphs/OneDiff workflows"
-NO_BOOSTER = "boosters are of no use any more: the blocks are compiled by Inductor"
-ANY_BATCH = "nothing to do: one set of graphs serves every batch size"
+NO_BOOSTER = say("Boosters have no effect: Inductor compiles the blocks.")
+ANY_BATCH = say("Nothing to do: the same graphs serve every batch size.")
 SAME = "From OneDiff's workflows. Use {} instead: this does the same."
 
 
@@ -197,7 +198,7 @@ class OneDiffCheckpointLoaderSimple(_Node):
         if vae_speedup == "enable":
             made = VAESpeedup().compile(vae=vae, **hidden)
             (vae,) = made["result"]
-            texts = [*texts, *(f"VAE: {text}" for text in made["ui"]["text"])]
+            texts = [*texts, *(join(["VAE:", text], " ") for text in made["ui"]["text"])]
         return _boosted({"ui": {"text": texts}, "result": (model, clip, vae)}, hidden, custom_booster)
 
 
@@ -281,10 +282,9 @@ class _Loader(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        files = listed_files()
         thing = (cls.RETURN_TYPES[0], {"tooltip": "What to put the graphs into."})
         graph = (
-            files or [NONE],
+            choices(),
             {"tooltip": "A file under models/compiled_graphs. OneDiff's own files are of no use."},
         )
         return {"required": {cls.KIND: thing, "graph": graph}, "hidden": inputs.HIDDEN}
@@ -365,7 +365,7 @@ class OneDiffOnlineQuantizationBooster(_Booster):
     TITLE = "Online OneFlow Quantizer - OneDiff (old)"
     RETURN_TYPES = ("QuantizationBooster",)
     DESCRIPTION = "From OneDiff's workflows. Has no effect: nothing is quantised."
-    SAYS = "without quantisation: weights stay what the checkpoint has"
+    SAYS = say("Weights are not quantised: they stay as the checkpoint has them.")
     INPUTS = {
         "required": {
             name: _ignored("INT", default=default, min=0, max=most)
@@ -452,7 +452,7 @@ def _boosted(answer: dict[str, Any], hidden: dict[str, Any], custom_booster: Any
     wanted = [each for each in boosters if not isinstance(each, str)]
     for each in wanted[:1]:
         model, *rest = answer["result"]
-        node_id, above = hidden.get("unique_id", ""), "\n".join(answer["ui"]["text"])
+        node_id, above = hidden.get("unique_id", ""), join(answer["ui"]["text"])
         model, text = with_deep_cache(model, each, node_id, above)
         answer = {**answer, "ui": {"text": [text]}, "result": (model, *rest)}
         events.show(node_id, text)
@@ -469,7 +469,7 @@ def _with(answer: dict[str, Any], hidden: dict[str, Any], lines: list[str]) -> d
     """Add lines to what a node shows."""
     if not lines:
         return answer
-    text = "\n".join([*answer.get("ui", {}).get("text", []), *lines])
+    text = join([*answer.get("ui", {}).get("text", []), *lines])
     events.show(hidden.get("unique_id", ""), text)
     return {**answer, "ui": {"text": [text]}}
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
+from ..compiler.common.words import Words, in_language, say
+
 WIDTH = 1024
 MARGIN = 28
 LABELS = 330
@@ -15,7 +17,14 @@ FIGURES = 230
 """Pixels for what stands behind the bars."""
 ROW, BAR = 44, 14
 INK, FAINT, PAPER = "#202124", "#5f6368", "#ffffff"
-EAGER, COMPILED = "#9aa0a6", "#1a56b0"
+EAGER, COMPILED, SLOWER = "#9aa0a6", "#1a56b0", "#b3261e"
+FONTS = {
+    "zh": (
+        *("NotoSansCJK-Regular.ttc", "NotoSansSC-Regular.otf", "SourceHanSansSC-Regular.otf", "wqy-microhei.ttc"),
+        *("msyh.ttc", "simhei.ttf", "PingFang.ttc", "Hiragino Sans GB.ttc"),
+    )
+}
+"""Fonts of Linux, Windows and macOS for languages whose characters Pillow's own font lacks."""
 
 
 @dataclass(frozen=True)
@@ -39,76 +48,112 @@ class Section:
     rows: Sequence[Row]
 
 
-def draw(sections: Sequence[Section]) -> Image.Image:
-    """Return a picture of the sections, one below the other, as high as they need."""
+def draw(sections: Sequence[Section], language: str = "en") -> Image.Image:
+    """Return a picture of the sections, one below the other, as high as they need.
+
+    It is in English where this machine has no font for the language.
+    """
+    pen = Pen(language if language == "en" or font_file(language) else "en")
     heights = [_height(section) for section in sections]
     picture = Image.new("RGB", (WIDTH, MARGIN + sum(heights)), PAPER)
     canvas = ImageDraw.Draw(picture)
     y = MARGIN
     for section, height in zip(sections, heights, strict=True):
-        _draw_section(canvas, section, y)
+        _draw_section(pen, canvas, section, y)
         y += height
     return picture
+
+
+class Pen:
+    """Writes texts in one language."""
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+        self._file = font_file(language)
+
+    def write(
+        self,
+        canvas: ImageDraw.ImageDraw,
+        place: tuple[float, float],
+        text: str,
+        size: int,
+        color: str = INK,
+        width: float = 0,
+    ) -> None:
+        """Write a text at a place in pixels, and as much of it as fits into a width if there is one."""
+        font, text = self._font(size), in_language(text, self.language)
+        while width and canvas.textlength(text, font) > width:
+            text = f"{text.removesuffix('…')[:-1]}…"
+        canvas.text(place, text, color, font)
+
+    def _font(self, size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+        if self._file:
+            return ImageFont.truetype(self._file, size)
+        try:
+            return ImageFont.load_default(size)
+        except TypeError:  # a Pillow before 10.1 has one size
+            return ImageFont.load_default()
+
+
+def font_file(language: str) -> str:
+    """Return a font of this machine that has the characters of a language, if it needs one and there is one."""
+    for name in FONTS.get(language, ()):
+        try:
+            ImageFont.truetype(name, 16)
+        except OSError:
+            continue
+        return name
+    return ""
 
 
 def _height(section: Section) -> int:
     return 40 + 24 * len(section.lines) + 34 + ROW * len(section.rows) + MARGIN
 
 
-def _draw_section(canvas: ImageDraw.ImageDraw, section: Section, y: int) -> None:
-    canvas.text((MARGIN, y), section.title, INK, _font(26))
+def _draw_section(pen: Pen, canvas: ImageDraw.ImageDraw, section: Section, y: int) -> None:
+    pen.write(canvas, (MARGIN, y), section.title, 26, width=WIDTH - 2 * MARGIN)
     y += 40
     for line in section.lines:
-        canvas.text((MARGIN, y), _cut(canvas, line, WIDTH - 2 * MARGIN, 16), FAINT, _font(16))
+        pen.write(canvas, (MARGIN, y), line, 16, FAINT, WIDTH - 2 * MARGIN)
         y += 24
-    _draw_legend(canvas, y)
+    _draw_legend(pen, canvas, y)
     y += 34
     longest = max((max(row.eager or 0.0, row.compiled or 0.0) for row in section.rows), default=0.0)
     for row in section.rows:
-        _draw_row(canvas, row, y, longest)
+        _draw_row(pen, canvas, row, y, longest)
         y += ROW
 
 
-def _draw_legend(canvas: ImageDraw.ImageDraw, y: int) -> None:
+def _draw_legend(pen: Pen, canvas: ImageDraw.ImageDraw, y: int) -> None:
     x = LABELS
-    for color, text in ((EAGER, "uncompiled"), (COMPILED, "compiled")):
+    for color, text in ((EAGER, say("uncompiled")), (COMPILED, say("compiled"))):
         canvas.rectangle((x, y + 5, x + 14, y + 19), color)
-        canvas.text((x + 22, y + 3), text, FAINT, _font(14))
+        pen.write(canvas, (x + 22, y + 3), text, 14, FAINT)
         x += 130
-    canvas.text((x, y + 3), "milliseconds in one call of the network", FAINT, _font(14))
+    pen.write(canvas, (x, y + 3), say("milliseconds in one call of the network"), 14, FAINT)
 
 
-def _draw_row(canvas: ImageDraw.ImageDraw, row: Row, y: int, longest: float) -> None:
-    canvas.text((MARGIN, y), _cut(canvas, row.label, LABELS - MARGIN - 12, 16), INK, _font(16))
-    canvas.text((MARGIN, y + 20), _cut(canvas, row.note, LABELS - MARGIN - 12, 12), FAINT, _font(12))
+def _draw_row(pen: Pen, canvas: ImageDraw.ImageDraw, row: Row, y: int, longest: float) -> None:
+    pen.write(canvas, (MARGIN, y), row.label, 16, width=LABELS - MARGIN - 12)
+    pen.write(canvas, (MARGIN, y + 20), row.note, 12, FAINT, LABELS - MARGIN - 12)
     if row.eager is None or row.compiled is None:
-        canvas.text((LABELS, y + 8), "not timed", FAINT, _font(14))
+        pen.write(canvas, (LABELS, y + 8), say("not timed"), 14, FAINT)
         return
     scale = (WIDTH - LABELS - FIGURES - MARGIN) / longest if longest else 0.0
     for number, (value, color) in enumerate(((row.eager, EAGER), (row.compiled, COMPILED))):
         top, end = y + number * (BAR + 3), LABELS + max(1, round(value * scale))
         canvas.rectangle((LABELS, top, end, top + BAR), color)
-        canvas.text((end + 8, top - 1), _figure(value), INK, _font(13))
+        pen.write(canvas, (end + 8, top - 1), _figure(value), 13)
     if row.compiled:
-        canvas.text((WIDTH - MARGIN - 90, y + 5), f"{row.eager / row.compiled:.2f}x", INK, _font(20))
+        is_slower = row.eager < row.compiled
+        pen.write(canvas, (WIDTH - MARGIN - 130, y + 5), _factor(row), 18, SLOWER if is_slower else INK)
+
+
+def _factor(row: Row) -> Words:
+    if row.eager < row.compiled:
+        return say("{factor:.2f}x slower", factor=row.compiled / row.eager)
+    return say("{factor:.2f}x faster", factor=row.eager / row.compiled)
 
 
 def _figure(milliseconds: float) -> str:
-    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
-
-
-def _cut(canvas: ImageDraw.ImageDraw, text: str, width: int, size: int) -> str:
-    """Return as much of a text as fits."""
-    font = _font(size)
-    if canvas.textlength(text, font) <= width:
-        return text
-    while text and canvas.textlength(f"{text}…", font) > width:
-        text = text[:-1]
-    return f"{text}…"
-
-
-def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
-    try:
-        return ImageFont.load_default(size)
-    except TypeError:  # a Pillow before 10.1 has one size
-        return ImageFont.load_default()
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

@@ -1,8 +1,8 @@
-"""Write `locales/LANGUAGE/`: what the nodes and the settings say, as ComfyUI's frontend looks it up.
+"""Write `locales/LANGUAGE/`: what the nodes and the settings are called, as ComfyUI's frontend looks it up.
 
 English is what the code says. Every other language has a catalogue, `locales/LANGUAGE.json`, written by people: from
-each English text to its own, so that a text that changes here is missing there until it is translated again. ComfyUI
-itself is not needed.
+each English text to its own, so that a text that changes here is missing there until it is translated again. What nodes
+say while they run (`compiler/common/words.py`) is looked up in the catalogue itself. ComfyUI is not needed.
 
     python scripts/make_locales.py
 """
@@ -10,6 +10,7 @@ itself is not needed.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
@@ -76,6 +77,34 @@ def settings() -> list[dict[str, Any]]:
     return json.loads(re.search(r"const SETTINGS = (\[.*?\n\]);", text, re.DOTALL)[1])
 
 
+def said(folder: Path = ROOT) -> list[str]:
+    """Return the texts of all calls of `say`, and the notes of reasons, which the code puts into one.
+
+    Raises ValueError for a call whose text stands elsewhere: nobody could find it.
+    """
+    from compiled_graphs.compiler.common.reason import ReasonCode
+
+    texts: dict[str, None] = {}
+    for path in sorted(path for part in ("compiler", "nodes", "web_server") for path in (folder / part).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "say" or path.name in _OWN_TEXTS:
+                continue
+            found = [leaf.value for leaf in _choices(call.args[0]) if isinstance(leaf, ast.Constant)]
+            if not found:
+                raise ValueError(f"{path.name}:{call.lineno}: the text of say is not written there")
+            texts.update(dict.fromkeys(found))
+    notes = [code.value.replace("{}", "{detail}") for code in ReasonCode]
+    return [*texts, *(note for note in notes if note != "{detail}")]
+
+
+def _choices(text: ast.expr) -> list[ast.expr]:
+    return [text.body, text.orelse] if isinstance(text, ast.IfExp) else [text]
+
+
+_OWN_TEXTS = ("explanations.py",)
+"""Files whose calls of `say` have notes of reasons, which are listed besides."""
+
+
 def _node(node: Any, title: str, translate: Translate, is_english: bool) -> dict[str, Any]:
     groups = node.INPUT_TYPES()
     inputs = {name: spec for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
@@ -130,6 +159,8 @@ def _main() -> int:
     _write(out / ENGLISH, content(lambda text: text, is_english=True))
     wrong = False
     for language, catalogue in catalogues().items():
+        for text in said():
+            catalogue(text)
         _write(out / language, content(catalogue, is_english=False))
         for label, texts in (("is missing", catalogue.missing()), ("is used no more", catalogue.gone())):
             for text in texts:

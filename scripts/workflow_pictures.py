@@ -25,7 +25,6 @@ FOLDERS = {
     "clip_name1": "models/text_encoders",
     "clip_name2": "models/text_encoders",
     "control_net_name": "models/controlnet",
-    "graph": "models/compiled_graphs",
     "lora_name": "models/loras",
     "unet_name": "models/diffusion_models",
     "vae_name": "models/vae",
@@ -61,6 +60,11 @@ def main() -> int:
                 open_workflow(page, json.loads((WORKFLOWS / f"{name}.json").read_text()))
                 take_picture(page, WORKFLOWS / f"{name}.jpg")
     return 0
+
+
+def api_name(name: str) -> str:
+    """Return the name in `api/` of the workflow "06 Save and load": "save_and_load"."""
+    return name.partition(" ")[2].lower().replace(" ", "_")
 
 
 def place_files(home: Path) -> None:

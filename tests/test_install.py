@@ -120,7 +120,7 @@ def test_archive_holds_only_what_the_nodes_need(archive):
     assert {"__init__.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"} <= names
     assert {"nodes/__init__.py", "web_server/routes.py", "web/compiled_graphs.js"} <= names
     assert "compiler/runtime/compiled_model.py" in names
-    assert "workflows/text_to_image.json" in names
+    assert "workflows/01 Text to image.json" in names
     assert not [name for name in names if name.startswith(("tests/", ".ci/", "benchmarks/")) and name.endswith(".py")]
     assert not [name for name in names if "__pycache__" in name or name.startswith(".")]
 

@@ -2,6 +2,8 @@
 // A frontend without sidebar tabs (before autumn 2024) gets none.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { markdown } from "./markdown.js";
+import { inLanguage, language, say } from "./words.js";
 
 const TAB = "compiled-graphs";
 const REGISTRY_EVENT = "compiled_graphs.registry";
@@ -28,6 +30,7 @@ function quantity(number, unit) {
 
 function time(seconds) {
   if (seconds >= 100) return quantity(seconds / 60, "min");
+  if (seconds < 0.001) return `<\u00a01\u00a0ms`;
   return seconds >= 1 ? quantity(seconds, "s") : quantity(seconds * 1000, "ms");
 }
 
@@ -37,8 +40,16 @@ function size(bytes) {
   return power ? quantity(bytes / 1000 ** power, units[power]) : `${bytes}\u00a0B`;
 }
 
-const count = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
-const times = (factor) => `${factor.toFixed(2)}×`;
+const whole = (number) => number.toLocaleString(language());
+const graphs = (number) => (number === 1 ? say("1 graph") : say("{n} graphs", { n: whole(number) }));
+const SAME = 0.03; // a gain or a loss of less than this share is none
+
+// What a factor of speed says to a person, and how it looks.
+function gain(factor) {
+  if (Math.abs(factor - 1) < SAME) return { text: say("same speed"), className: "" };
+  if (factor > 1) return { text: say("{x}× faster", { x: factor.toFixed(2) }), className: "cg-good" };
+  return { text: say("{x}× slower", { x: (1 / factor).toFixed(2) }), className: "cg-bad" };
+}
 
 // The role "3:base UNet" is what node 3 made.
 function readRole(name) {
@@ -52,34 +63,16 @@ function openWorkflow(id) {
 }
 
 function workflowName(id) {
-  return openWorkflow(id)?.filename ?? `Workflow ${id.slice(0, 8)}`;
+  return openWorkflow(id)?.filename ?? say("Workflow {id}", { id: id.slice(0, 8) });
 }
-
-// Sidebar and dialogs are the frontend's own; of its stores it hands out one, and by that the others can be found.
-function store(name) {
-  return app.extensionManager._p?._s?.get(name);
-}
-
-// Opens a node's help where the frontend shows it; false if this one cannot.
-function openNativeHelp(node) {
-  const help = store("nodeHelp");
-  const definition = store("nodeDef")?.nodeDefsByName?.[node];
-  const tabs = app.extensionManager.sidebarTab;
-  if (!help?.openHelp || !definition || !tabs) return false;
-  tabs.activeSidebarTabId = "node-library";
-  help.openHelp(definition);
-  return true;
-}
-
-const locale = () => app.extensionManager.setting?.get("Comfy.Locale") ?? "en";
 
 async function helpText(node) {
-  const language = locale();
-  for (const page of [`${node}/${language}.md`, `${node}.md`]) {
+  const own = language() === "en" ? [] : [`${node}/${language()}.md`];
+  for (const page of [...own, `${node}.md`]) {
     const answer = await fetch(new URL(`./docs/${page}`, import.meta.url));
     if (answer.ok) return answer.text();
   }
-  return "This node has no help page.";
+  return say("This node has no help page.");
 }
 
 class RegistryPanel {
@@ -133,7 +126,7 @@ class RegistryPanel {
 
   async read() {
     try {
-      const answer = await api.fetchApi(`${ROUTES}/registry?language=${encodeURIComponent(locale())}`);
+      const answer = await api.fetchApi(`${ROUTES}/registry?language=${encodeURIComponent(language())}`);
       if (!answer.ok) throw new Error(answer.statusText);
       this.report = await answer.json();
       if (this.message?.lost) this.message = null;
@@ -158,7 +151,7 @@ class RegistryPanel {
   }
 
   lose(error) {
-    this.message = { text: `The server does not answer: ${error.message}`, ok: false, lost: true };
+    this.message = { text: say("The server does not answer: {error}", { error: error.message }), ok: false, lost: true };
   }
 
   async post(key, route, fields) {
@@ -171,7 +164,8 @@ class RegistryPanel {
         body: JSON.stringify(fields),
       });
       const told = await answer.json().catch(() => ({}));
-      this.say(told.text ?? told.error ?? `${answer.status} ${answer.statusText}`, answer.ok);
+      const text = told.text ?? told.error ?? `${answer.status} ${answer.statusText}`;
+      this.say(inLanguage({ ...told, text }), answer.ok);
     } catch (error) {
       this.lose(error);
     }
@@ -181,7 +175,6 @@ class RegistryPanel {
   }
 
   async showHelp(node) {
-    if (openNativeHelp(node)) return;
     this.help = { node, text: await helpText(node) };
     this.draw();
   }
@@ -216,30 +209,33 @@ class RegistryPanel {
       div(
         "cg-bar",
         span("cg-title", "Compiled Graphs"),
-        this.button("help", "", "question-circle", "Open the help of Compile Model", () => this.showHelp(HELP.default)),
+        this.button("help", "", "question-circle", say("Open the help of Compile Model"), () => this.showHelp(HELP.default)),
       ),
       element("div", { className: `cg-message ${message?.ok ? "" : "cg-bad"}`, role: "status", hidden: !message }, message?.text ?? ""),
     );
   }
 
   helpPage() {
-    const close = this.button("back", "Back", "arrow-left", "Back to the registry", () => {
+    const close = this.button("back", say("Back"), "arrow-left", say("Back to the models"), () => {
       this.help = null;
       this.draw();
     });
-    return div("cg-body", close, element("pre", { className: "cg-help" }, this.help.text));
+    return div("cg-body", close, div("cg-help", markdown(this.help.text)));
   }
 
   body() {
-    if (!this.report) return div("cg-body cg-muted", "Reading the registry …");
+    if (!this.report) return div("cg-body cg-muted", say("Reading …"));
     const workflows = Object.entries(this.report.workflows).reverse(); // the one that ran last comes first
-    const cards = workflows.map(([id, workflow]) => this.workflow(id, workflow));
+    const isGone = ([id, { roles }]) => !openWorkflow(id) && Object.values(roles).every((role) => !role.regions);
+    const cards = workflows.filter((named) => !isGone(named)).map(([id, workflow]) => this.workflow(id, workflow));
+    const gone = workflows.filter(isGone);
     return div(
       "cg-body",
       this.totals(),
-      cards.length ? cards : div("cg-empty", icon("bolt"), "Nothing is compiled yet. Put Compile Model between a loader and a sampler, and queue a prompt."),
+      cards.length ? cards : div("cg-empty", icon("bolt"), say("Nothing is compiled yet. Put Compile Model between a loader and a sampler, and queue a prompt.")),
+      gone.length ? this.section("earlier", "cg-card cg-earlier", [span("", say("Earlier")), span("cg-muted", ` ${gone.length}`)], () => div("", gone.map(([id, workflow]) => this.workflow(id, workflow)))) : null,
       this.doctor ? this.machine() : null,
-      this.section("figures", "cg-card cg-figures", [span("", "What the figures mean")], () => this.figures()),
+      this.section("figures", "cg-card cg-figures", [span("", say("What the figures mean"))], () => this.figures()),
     );
   }
 
@@ -248,12 +244,12 @@ class RegistryPanel {
     const tile = (value, label, title) => element("div", { className: "cg-tile", title }, span("cg-value", value), span("cg-label", label));
     return div(
       "cg-tiles",
-      tile(`${totals.compiled} / ${totals.regions}`, "kinds of block compiled", "Equal blocks of a model are one kind and share a graph"),
-      tile(time(totals.seconds), "compiling and loading", `${count(totals.compiles, "graph")} compiled and ${totals.from_disk + totals.from_file} loaded since ComfyUI started`),
-      tile(size(memory.bytes), `${count(memory.graphs, "graph")} in memory`, "Code only: graphs hold no weights"),
+      tile(`${totals.compiled} / ${totals.regions}`, say("block types compiled"), say("Equal blocks of a model are one type and share a graph")),
+      tile(time(totals.seconds), say("compiling and loading"), say("{compiled} compiled and {loaded} loaded since ComfyUI started", { compiled: graphs(totals.compiles), loaded: totals.from_disk + totals.from_file })),
+      tile(size(memory.bytes), say("{graphs} in memory", { graphs: graphs(memory.graphs) }), say("Code only: graphs hold no weights")),
       disk
-        ? tile(size(disk.bytes), `${count(disk.graphs, "graph")} on disk`, `At most ${size(disk.limit)}; then those go that were used longest ago`)
-        : tile("–", "on disk", "The store is at a URL, or cannot be listed"),
+        ? tile(size(disk.bytes), say("{graphs} on disk", { graphs: graphs(disk.graphs) }), say("At most {size}. Then the graphs that were not used for the longest time are removed", { size: size(disk.limit) }))
+        : tile("–", say("on disk"), say("The store is at a URL, or cannot be listed")),
     );
   }
 
@@ -266,7 +262,7 @@ class RegistryPanel {
       div(
         "cg-row",
         element("span", { className: "cg-name", title: id }, icon(opened ? "sitemap" : "history"), workflowName(id)),
-        this.button(key, "Drop", "eraser", "Take the graphs of this workflow out of memory. They stay on disk, and the next prompt loads them.", drop),
+        this.button(key, say("Free memory"), "eraser", say("Take the graphs of this workflow out of memory. They stay on disk, and the next prompt loads them."), drop),
       ),
       Object.entries(roles).map(([name, role]) => this.role(id, name, role)),
     );
@@ -281,23 +277,28 @@ class RegistryPanel {
       "cg-role",
       div(
         "cg-row",
-        span("cg-kind", kind, node && span("cg-muted", ` node ${node}`)),
-        role.speed_up
-          ? element("span", { className: `cg-gain ${role.speed_up > 1.005 ? "cg-good" : ""}`, title: "Time of the uncompiled blocks over that of the compiled ones, each measured once. See below." }, times(role.speed_up))
-          : null,
+        span("cg-kind", say(kind), node && span("cg-muted", ` ${say("node {node}", { node })}`)),
+        this.gain(role.speed_up),
       ),
-      role.regions ? this.bar(role) : div("cg-muted", "This model has left memory."),
-      this.facts(role),
+      role.regions ? this.bar(role) : div("cg-muted", say("This model is not in memory any more.")),
       this.reasons(role),
+      this.section(`facts ${key}`, "cg-facts", [span("", say("Details"))], () => this.facts(role)),
       role.graphs.length
-        ? this.section(`graphs ${key}`, "cg-graphs", [span("", count(role.graphs.length, "graph"))], () => div("", role.graphs.map((graph) => this.graph(graph))))
+        ? this.section(`graphs ${key}`, "cg-graphs", [span("", graphs(role.graphs.length))], () => div("", role.graphs.map((graph) => this.graph(graph))))
         : null,
       div(
         "cg-buttons",
-        this.button(`save ${key}`, "Save", "save", "Write these graphs to a file under models/compiled_graphs, as Save Graph does", save),
-        this.button(`help ${key}`, "Help", "question-circle", "Open the help of the node that made this", help),
+        this.button(`save ${key}`, say("Save"), "save", say("Write these graphs to a file under models/compiled_graphs, as Save Graph does"), save),
+        this.button(`help ${key}`, say("Help"), "question-circle", say("Open the help of the node that made this"), help),
       ),
     );
+  }
+
+  gain(factor) {
+    if (!factor) return null;
+    const { text, className } = gain(factor);
+    const title = say("Time of the uncompiled blocks over that of the compiled ones, each measured once. See below.");
+    return element("span", { className: `cg-gain ${className}`, title }, text);
   }
 
   nodeType(id, node, kind) {
@@ -316,7 +317,11 @@ class RegistryPanel {
       return made;
     };
     const waiting = regions - compiled - eager;
-    const texts = [`${compiled} of ${count(regions, "kind")} compiled`, eager && `${eager} eager`, waiting && `${waiting} when first used`];
+    const texts = [
+      say("{compiled} of {regions} block types compiled", { compiled, regions }),
+      eager && say("{n} at normal speed", { n: eager }),
+      waiting && say("{n} when first used", { n: waiting }),
+    ];
     return div(
       "",
       div("cg-progress", part("cg-compiled", compiled), part("cg-eager", eager), part("cg-waiting", waiting)),
@@ -327,13 +332,18 @@ class RegistryPanel {
   facts(role) {
     const pace = role.paces.at(-1);
     const eager = Object.values(role.reasons).reduce((sum, calls) => sum + calls, 0);
-    const sources = [[role.compiles, "compiled"], [role.from_disk, "from disk"], [role.from_file, "from a file"], [role.from_memory, "from memory"]];
+    const sources = [
+      role.compiles && say("{n} compiled", { n: role.compiles }),
+      role.from_disk && say("{n} from disk", { n: role.from_disk }),
+      role.from_file && say("{n} from a file", { n: role.from_file }),
+      role.from_memory && say("{n} from memory", { n: role.from_memory }),
+    ];
     const facts = [
-      ["Graphs", sources.filter(([number]) => number).map(([number, from]) => `${number} ${from}`).join(", ")],
-      ["Compile, load", time(role.seconds)],
-      ["Network call", pace && `${time(pace.seconds)} at ${pace.shape.join("×")}`],
-      ["Replayed steps", role.replays && role.replays.toLocaleString("en")],
-      ["Block calls", role.calls && role.calls.toLocaleString("en") + (eager ? `, ${eager.toLocaleString("en")} uncompiled` : "")],
+      [say("Graphs"), sources.filter(Boolean).join(", ")],
+      [say("Compiling and loading"), time(role.seconds)],
+      [say("Network call"), pace && say("{time} at {size}", { time: time(pace.seconds), size: pace.shape.join("×") })],
+      [say("Replayed steps"), role.replays && whole(role.replays)],
+      [say("Block calls"), role.calls && [whole(role.calls), eager && say("{n} uncompiled", { n: whole(eager) })].filter(Boolean).join(", ")],
     ];
     return element("dl", {}, facts.filter(([, value]) => value).map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat());
   }
@@ -344,23 +354,30 @@ class RegistryPanel {
       div(
         "cg-reason",
         icon("exclamation-triangle"),
-        div("", this.report.explained[reason] ?? "", div("cg-muted", reason, calls ? ` · ${count(calls, "call")}` : "")),
+        div("", this.report.explained[reason] ?? "", div("cg-muted", reason, calls ? ` · ${calls === 1 ? say("1 call") : say("{n} calls", { n: whole(calls) })}` : "")),
       ),
     );
   }
 
   graph({ region, blocks, state, reason, source, seconds, bytes, timing }) {
-    const made = { compiled: "compiled", disk: "loaded from disk", file: "loaded from a file" }[source];
-    const timed = timing && `${time(timing.eager)} eager, ${time(timing.graph)} compiled`;
-    const origin = [made && `${made} in ${time(seconds)}`, bytes && size(bytes)].filter(Boolean).join(" · ");
-    const told = { compiled: [timed, origin].filter(Boolean).map((fact) => div("", fact)), eager: reason, waiting: "compiled when first used" }[state];
+    const took = { time: time(seconds ?? 0) };
+    const made = {
+      compiled: say("compiled in {time}", took),
+      disk: say("loaded from disk in {time}", took),
+      file: say("loaded from a file in {time}", took),
+    }[source];
+    const timed = timing && say("{eager} uncompiled, {graph} compiled", { eager: time(timing.eager), graph: time(timing.graph) });
+    const origin = [made, bytes && size(bytes)].filter(Boolean).join(" · ");
+    const told = { compiled: [timed, origin].filter(Boolean).map((fact) => div("", fact)), eager: reason, waiting: say("compiled when first used") }[state];
+    const measured = timing && state === "compiled" ? gain(timing.eager / timing.graph) : null;
+    const otherwise = { compiled: say("not measured"), eager: say("normal speed"), waiting: say("waiting") }[state];
     return div(
       "cg-graph",
       div(
         "cg-row",
         span(`cg-dot cg-${state}`),
         span("cg-region", region, blocks > 1 ? span("cg-muted", ` ×${blocks}`) : null),
-        timing && state === "compiled" ? span("cg-factor", times(timing.eager / timing.graph)) : span("cg-factor cg-muted", state === "compiled" ? "not measured" : state),
+        measured ? span(`cg-factor ${measured.className}`, measured.text) : span("cg-factor cg-muted", otherwise),
       ),
       div("cg-label", told ?? ""),
     );
@@ -368,7 +385,8 @@ class RegistryPanel {
 
   machine() {
     const bad = this.doctor.filter((fact) => !fact.ok).length;
-    const summary = [span("", "This machine"), span(bad ? "cg-muted cg-bad" : "cg-muted", bad ? ` ${count(bad, "thing")} to look at` : " in order")];
+    const state = { 0: say("in order"), 1: say("1 thing to look at") }[bad] ?? say("{n} things to look at", { n: bad });
+    const summary = [span("", say("This machine")), span(bad ? "cg-muted cg-bad" : "cg-muted", ` ${state}`)];
     return this.section("machine", "cg-card cg-machine", summary, () =>
       div(
         "",
@@ -385,10 +403,10 @@ class RegistryPanel {
 
   figures() {
     const lines = [
-      "1.30× says that the uncompiled blocks take 1.3 times as long as the compiled ones. When a graph is first used here it is checked against the uncompiled block, and then both run again, up to three times each, on the same inputs; the fastest run of each counts, with the GPU waited for. The figure of a model weights each graph by the number of its blocks.",
-      "An image gains less where time goes elsewhere (text encoder, VAE, sampler), and more where steps are replayed as CUDA graphs. Graphs that a patch takes part in are not measured, and neither are any where verify is off.",
-      "A network call is the median of the last 20 calls at that size in which nothing was compiled, loaded or checked; on a GPU by the GPU's own clock. Most samplers make one call a step, some two.",
-      "Memory is the size of the graphs' code. Graphs hold no weights.",
+      say("1.30× faster means that the uncompiled blocks take 1.3 times as long as the compiled ones. On its first use each graph is checked against the uncompiled block. Then both run up to three times on the same inputs, and the fastest run of each counts. The figure of a model counts each graph as often as it has blocks."),
+      say("A whole image gains less, because the text encoder, the VAE and the sampler take time too. It gains more if steps are replayed as CUDA graphs. Graphs with a patch in them are not measured, nor are graphs with verify off."),
+      say("A network call is the median of the last 20 calls at that size, without those in which something was compiled, loaded or checked. Most samplers make one call per step, some make two."),
+      say("Memory is the size of the graphs' code. Graphs hold no weights."),
     ];
     return div("", lines.map((line) => element("p", {}, line)));
   }
@@ -401,12 +419,13 @@ app.registerExtension({
     if (!app.extensionManager?.registerSidebarTab) return;
     document.head.append(element("link", { rel: "stylesheet", href: new URL("./registry_panel.css", import.meta.url).href }));
     const panel = new RegistryPanel();
+    api.addEventListener(REGISTRY_EVENT, () => {}); // the frontend warns of messages that nobody listens to
     app.extensionManager.registerSidebarTab({
       id: TAB,
       icon: "pi pi-bolt",
       title: "Compiled Graphs",
-      label: "Graphs",
-      tooltip: "Compiled Graphs: what is compiled, and what it gains",
+      label: say("Compiled"),
+      tooltip: say("Compiled Graphs: what is compiled, and what it gains"),
       type: "custom",
       render: (parent) => panel.mount(parent),
       destroy: () => panel.listen(false),

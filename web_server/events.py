@@ -6,9 +6,11 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..compiler.common.words import translations
 from .prompt_server import prompt_server
 
 if TYPE_CHECKING:
@@ -21,21 +23,61 @@ REGISTRY_EVENT = "compiled_graphs.registry"
 MOMENT = 0.3
 """Seconds: changes that follow one another within them are announced together."""
 EVENT = "compiled_graphs.status"
-"""Websocket event `{"node": id, "text": text}`; `web/compiled_graphs.js` listens."""
+"""Websocket event `{"node", "workflow", "text", "translations"}`; `web/compiled_graphs.js` listens.
+
+`translations` has the text in other languages.
+"""
 
 
-def show(node_id: str, text: str) -> None:
-    """Show a text on a node in every frontend."""
+class NodeTexts:
+    """What nodes said last, by workflow, for a page that is opened or loaded again."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, workflow: str, node_id: str, text: str) -> None:
+        """Remember what a node says now."""
+        with self._lock:
+            self._texts.setdefault(workflow, {})[node_id] = text
+            self._texts.move_to_end(workflow)
+            while len(self._texts) > MAX_WORKFLOWS:
+                self._texts.popitem(last=False)
+
+    def of(self, workflow: str) -> dict[str, dict[str, Any]]:
+        """Return what the nodes of a workflow said last, as JSON-able data by their ids."""
+        with self._lock:
+            texts = dict(self._texts.get(workflow, {}))
+        return {node_id: _told(text) for node_id, text in texts.items()}
+
+
+NO_ID = "00000000-0000-0000-0000-000000000000"
+"""What the frontend gives a workflow that it made of a prompt in API format."""
+MAX_WORKFLOWS = 64
+"""Workflows whose texts are remembered: the latest."""
+
+texts = NodeTexts()
+
+
+def show(node_id: str, text: str, workflow: str = "") -> None:
+    """Show a text on a node in every frontend. The workflow is the one that runs, unless another is named."""
+    workflow = workflow or _running_workflow()
     log.info("Node %s: %s", node_id, text)
-    progress(node_id, text)
+    texts.put(workflow, str(node_id), text)
+    progress(node_id, text, workflow)
     announce()
 
 
-def progress(node_id: str, text: str) -> None:
+def progress(node_id: str, text: str, workflow: str = "") -> None:
     """Show on a node how far it is. The text that `show` shows in the end replaces this one."""
     server = prompt_server()
     if server is not None and node_id:
-        server.send_sync(EVENT, {"node": str(node_id), "text": text})
+        place = {"node": str(node_id), "workflow": workflow or _running_workflow()}
+        server.send_sync(EVENT, place | _told(text))
+
+
+def _told(text: str) -> dict[str, Any]:
+    return {"text": str(text), "translations": translations(text)}
 
 
 class _Announcer:
@@ -64,32 +106,43 @@ class _Announcer:
 announce = _Announcer()
 
 
-def running_workflow(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> Callable[[], str]:
-    """Return a function that names the workflow that runs when it is called.
+class RunningWorkflow:
+    """Names the workflow that runs when it is called.
 
     At first that is the workflow that the node ran for. Later ComfyUI may hand the node's cached output to another
     workflow, and only the server's queue knows which.
     """
-    own = workflow_id(prompt, extra_pnginfo)
-    names: dict[str, str] = {}
 
-    def name() -> str:
-        queue = prompt_queue()
-        try:
-            (item,) = queue.currently_running.values()
-            _, prompt_id, current, extra, *_ = getattr(item, "queue_tuple", item)
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-        ):  # There is no server, another kind of queue, or more than one worker.
-            return own
-        if prompt_id not in names:
-            names.clear()
-            names[prompt_id] = workflow_id(current, extra.get("extra_pnginfo"))
-        return names[prompt_id]
+    def __init__(self, own: str) -> None:
+        self._own = own
+        self.last = own
+        """The answer to the last call."""
 
-    return name
+    def __call__(self) -> str:
+        self.last = _running_workflow(self._own)
+        return self.last
+
+
+def _running_workflow(otherwise: str = "") -> str:
+    """Return the workflow that the server's queue runs just now."""
+    queue = prompt_queue()
+    try:
+        (item,) = queue.currently_running.values()
+        _, prompt_id, current, extra, *_ = getattr(item, "queue_tuple", item)
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # There is no server, another kind of queue, or more than one worker.
+        return otherwise
+    if prompt_id not in _names:
+        _names.clear()
+        _names[prompt_id] = workflow_id(current, extra.get("extra_pnginfo"))
+    return _names.get(prompt_id, otherwise)
+
+
+_names: dict[str, str] = {}
+"""The workflow of the prompt that ran last."""
 
 
 def prompt_queue() -> Any:
@@ -103,13 +156,14 @@ def request(
     """Return the request of a node, which also says where its texts are shown and for which workflow it runs."""
     from ..compiler.hosts.comfy.request import Request
 
+    workflow = RunningWorkflow(workflow_id(prompt, extra_pnginfo))
     return Request(
         backend,
         verify,
         str(node_id),
-        running_workflow(prompt, extra_pnginfo),
-        on_change=lambda changed: show(node_id, changed),
-        on_progress=lambda text: progress(node_id, text),
+        workflow,
+        on_change=lambda changed: show(node_id, changed, workflow.last),
+        on_progress=lambda text: progress(node_id, text, workflow.last),
     )
 
 
@@ -120,8 +174,9 @@ def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, An
     workflow.
     """
     workflow = (extra_pnginfo or {}).get("workflow") or {}
-    if identity := workflow.get("id"):
-        return str(identity)
+    identity = str(workflow.get("id") or "")
+    if identity and identity != NO_ID:
+        return identity
     topology = {
         node_id: [node.get("class_type"), {k: v for k, v in node.get("inputs", {}).items() if isinstance(v, list)}]
         for node_id, node in (prompt or {}).items()

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.common import bounded_json
+from ..compiler.common.words import say, translations
 from ..compiler.hosts.comfy import graph_folder
 from ..compiler.storage.graph_file import GraphFileError
-from .events import prompt_queue
+from .events import prompt_queue, texts
 from .prompt_server import has_route, prompt_server
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REGISTRY = "/compiled_graphs/registry"
+TEXTS = "/compiled_graphs/texts"
 SAVE = "/compiled_graphs/save"
 DROP = "/compiled_graphs/drop"
 MAX_REQUEST = 2**16
@@ -39,16 +41,20 @@ class Refused(Exception):
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
+        self.sentence = sentence
 
 
 def register() -> bool:
     """Add the routes to ComfyUI's server, if there is a server.
 
     `GET /compiled_graphs/registry?language=zh` reports, and changes nothing. It explains reasons in that language.
-    Changes are announced over the websocket. `POST /compiled_graphs/save` with `{"workflow", "role", "name"}` writes a
-    graph file as Save Graph does, and `POST /compiled_graphs/drop` with `{"workflow"}` takes a workflow's graphs out of
-    memory. Both answer with `{"text"}`, or with `{"error"}` and a status of 400 and more; each is one sentence for
-    people.
+    Changes are announced over the websocket. `GET /compiled_graphs/texts?workflow=ID` returns what the nodes of a
+    workflow said last, by their ids: `{"text", "translations"}`.
+
+    `POST /compiled_graphs/save` with `{"workflow", "role", "name"}` writes a graph file as Save Graph does, and
+    `POST /compiled_graphs/drop` with `{"workflow"}` takes a workflow's graphs out of memory. Both answer with
+    `{"text"}`, or with `{"error"}` and a status of 400 and more; each is one sentence for people, and `translations`
+    has it in other languages.
 
     Returns False if the path is taken, which means that another copy of this extension was loaded first:
     two handlers for one path would keep ComfyUI from starting, and two copies would count apart.
@@ -66,6 +72,10 @@ def register() -> bool:
     async def read_registry(request: web.Request) -> web.Response:
         language = request.query.get("language", "en")
         return web.json_response(await asyncio.to_thread(_report, language))
+
+    @server.routes.get(TEXTS)
+    async def read_texts(request: web.Request) -> web.Response:
+        return web.json_response(texts.of(request.query.get("workflow", "")))
 
     @server.routes.post(SAVE)
     async def save(request: web.Request) -> web.Response:
@@ -87,8 +97,9 @@ async def _answer(request: web.Request, serve: Callable[[Any], str]) -> web.Resp
             raise Refused(400, "The request is not JSON: its content type is to be application/json.")
         text = await asyncio.to_thread(serve, _parse(await _body(request)))
     except Refused as reason:
-        return web.json_response({"error": str(reason)}, status=reason.status)
-    return web.json_response({"text": text})
+        told = {"error": reason.sentence, "translations": translations(reason.sentence)}
+        return web.json_response(told, status=reason.status)
+    return web.json_response({"text": text, "translations": translations(text)})
 
 
 async def _body(request: web.Request) -> bytes:
@@ -128,16 +139,19 @@ def _save(fields: Mapping[str, Any]) -> str:
 
     workflow, role, name = (_text(fields, field) for field in ("workflow", "role", "name"))
     if not _FILE_NAME.fullmatch(name):
-        raise Refused(400, "The name of the file is to be of letters, digits, spaces, '.', '-' and '_', 100 at most.")
+        raise Refused(400, say("A file name has letters, digits, spaces, '.', '-' and '_', at most 100."))
     model = (registry().models(workflow) or {}).get(role)
     if model is None:
-        raise Refused(404, f"No '{role}' of workflow '{workflow}' is in memory; queue the workflow first.")
+        sentence = say(
+            "No '{role}' of workflow '{workflow}' is in memory. Queue the workflow first.", role=role, workflow=workflow
+        )
+        raise Refused(404, sentence)
     if not (graphs := model.graphs()):
-        raise Refused(404, f"'{role}' has no compiled graphs yet; queue the workflow first.")
+        raise Refused(404, say("'{role}' has no compiled graphs yet. Queue the workflow first.", role=role))
     try:
         return graph_folder.write(graphs, name)
     except GraphFileError as reason:
-        raise Refused(500, str(reason)) from None
+        raise Refused(500, reason.args[0]) from None
 
 
 def _drop(fields: Mapping[str, Any]) -> str:
@@ -145,11 +159,11 @@ def _drop(fields: Mapping[str, Any]) -> str:
 
     workflow, home = _text(fields, "workflow"), registry()
     if home.models(workflow) is None:
-        raise Refused(404, f"There is no workflow '{workflow}' in the registry; it was dropped, or has not run yet.")
+        raise Refused(404, say("There is no workflow '{workflow}' in memory. It has not run yet.", workflow=workflow))
     keys = home.keep(workflow)  # This can take seconds, so the queue is not held meanwhile.
     with _no_prompt_running():
         count = home.evict(workflow, keys)
-    return f"{count} graphs dropped from memory; they come from disk when the workflow runs again."
+    return say("{count} graphs freed. The next prompt loads them from disk.", count=count)
 
 
 @contextmanager
@@ -160,8 +174,10 @@ def _no_prompt_running() -> Iterator[None]:
     """
     queue = prompt_queue()
     if not hasattr(queue, "mutex") or not hasattr(queue, "currently_running"):
-        raise Refused(409, "This ComfyUI does not tell whether a prompt is running; restart it to free its memory.")
+        raise Refused(
+            409, say("This ComfyUI does not tell whether a prompt is running. Restart it to free its memory.")
+        )
     with queue.mutex:
         if queue.currently_running:
-            raise Refused(409, "A prompt is running; drop the graphs when it has ended.")
+            raise Refused(409, say("A prompt is running. Free the graphs when it has ended."))
         yield

@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +33,23 @@ class Timing:
 
     eager: float
     graph: float
+    shape: tuple[int, ...] = ()
+    """Of the first tensor in the call of the network that the region was timed in."""
 
 
-def compare(graph: Callable[[], Any], eager: Callable[[], Any], device: torch.device) -> Timing | None:
+@dataclass(frozen=True)
+class Gain:
+    """How much faster a network is with its graphs."""
+
+    factor: float
+    """Below 1 it is slower."""
+    is_whole: bool
+    """Whether this is said of whole calls of the network, or else of its compiled blocks alone."""
+
+
+def compare(
+    graph: Callable[[], Any], eager: Callable[[], Any], device: torch.device, shape: tuple[int, ...] = ()
+) -> Timing | None:
     """Time a graph and the eager region that have both run before, or return None where that cannot be done.
 
     The clock is the host's and the device is waited for. So each figure has in it what Python takes to issue the
@@ -43,7 +57,7 @@ def compare(graph: Callable[[], Any], eager: Callable[[], Any], device: torch.de
     """
     wait = partial(torch.accelerator.synchronize, device) if device.type != "cpu" else _nothing
     try:
-        return Timing(_fastest(eager, wait), _fastest(graph, wait))
+        return Timing(_fastest(eager, wait), _fastest(graph, wait), shape)
     except Exception:  # memory that is short, a device that cannot be waited for: a figure is not worth a picture
         return None
 
@@ -53,6 +67,26 @@ def speed_up(timed: Iterable[tuple[int, Timing]]) -> float | None:
     timed = list(timed)
     graphs = sum(count * timing.graph for count, timing in timed)
     return sum(count * timing.eager for count, timing in timed) / graphs if graphs else None
+
+
+def gain(kinds: Sequence[tuple[int, Sequence[Timing | None]]], call: CallTime | None) -> Gain | None:
+    """Return what a network gains, or None if nothing was timed.
+
+    `kinds` has for each kind of region the number of its blocks and the timings of its graphs. `call` is the size that
+    was called last. An uncompiled call of it takes what the compiled one takes, with the blocks' own time exchanged.
+    Where blocks were timed at another size, or one kind has several graphs, only the blocks can be spoken of.
+    """
+    timed = [(blocks, timing) for blocks, timings in kinds for timing in timings if timing]
+    own = speed_up(timed)
+    if own is None:
+        return None
+    if call is None or any(len(timings) != 1 or not timings[0] for _, timings in kinds):
+        return Gain(own, False)
+    if any(timing.shape != call.shape for _, timing in timed):
+        return Gain(own, False)
+    graphs, eager = (sum(n * getattr(timing, way) for n, timing in timed) for way in ("graph", "eager"))
+    rest = max(call.seconds - graphs, 0.0)  # a replayed call can take less than its blocks one by one
+    return Gain((rest + eager) / call.seconds, True)
 
 
 def _fastest(call: Callable[[], Any], wait: Callable[[], None]) -> float:
@@ -109,7 +143,7 @@ class LatencyTracker:
         self, method: str, args: tuple, kwargs: Mapping[str, Any], had_setup: Callable[[], bool] = lambda: False
     ) -> Iterator[None]:
         """Time the call inside the block, unless it says at the end that it had something to set up."""
-        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        first = _first_tensor(args, kwargs)
         start = None if first is None else _record_event(first.device)
         if start is None:
             yield
@@ -141,6 +175,16 @@ class LatencyTracker:
         while len(self._sizes) > MAX_SIZES:
             self._sizes.popitem(last=False)
         return size
+
+
+def first_shape(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the first tensor in a call, by which its figures are kept."""
+    first = _first_tensor(args, kwargs)
+    return () if first is None else tuple(first.shape)
+
+
+def _first_tensor(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
 
 
 def _record_event(device: torch.device) -> float | torch.cuda.Event | None:

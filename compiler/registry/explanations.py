@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..common.reason import Reason, ReasonCode
+from ..common.words import Words, say
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,16 @@ def explain(reason: Reason, language: str = "en") -> str:
     if reason.code is ReasonCode.PATCH and reason.detail in ("attn1_patch", "attn2_patch"):
         found = _ATTENTION_PATCH
     return found.zh if language.partition("-")[0] == "zh" else found.en
+
+
+def explanation_words(reason: Reason) -> Words:
+    """Return what a reason means, in every language."""
+    return Words(explain(reason), lambda language: explain(reason, language))
+
+
+def reason_words(reason: Reason) -> Words:
+    """Return a reason's short note, in every language that has one for it."""
+    return say(reason.code.value.replace("{}", "{detail}"), detail=reason.detail)
 
 
 def explained(reasons: Iterable[Reason], language: str = "en") -> dict[str, str]:

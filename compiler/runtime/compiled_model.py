@@ -23,7 +23,7 @@ from torch import nn
 
 from ..common.counters import Counters, totals
 from ..common.reason import Reason
-from ..common.timing import LatencyTracker
+from ..common.timing import LatencyTracker, gain
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, GraphCache
 from ..identity.graph_spec import CompiledGraph, GraphIdentity
@@ -176,7 +176,10 @@ class CompiledModel:
 
     def summary(self) -> Summary:
         """Return how things stand now."""
-        return Summary.of(self.kinds(), self.counters, self._supply.loaded, self._supply.compiled)
+        kinds = self.kinds()
+        timings = [(kind.blocks, [entry.timing for entry in kind.graphs]) for kind in kinds if kind.graphs]
+        called = next(reversed(self.pace.figures()), None)
+        return Summary.of(kinds, self.counters, self._supply.loaded, self._supply.compiled, gain(timings, called))
 
     @property
     def device(self) -> torch.device:

@@ -21,6 +21,7 @@ from ..common.errors import one_line
 from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.torch_compat import needs_values
+from ..common.words import say
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
@@ -97,7 +98,10 @@ class GraphSupply:
         classes = {kind.cls.__name__ for kind in self._kinds}
         waiting = [graph for graph in stored if not self._use_stored(graph, refused)]
         self.pending = [graph for graph in waiting if keep and graph.spec.region in classes]
-        return [f"{count} graphs of the file were {reason}; compiled here instead" for reason, count in refused.items()]
+        return [
+            say("{count} graphs of the file were {reason}; compiled here instead", count=count, reason=reason)
+            for reason, count in refused.items()
+        ]
 
     def use_pending(self) -> None:
         """Use graphs of files that fit what the model has become."""
@@ -129,6 +133,8 @@ class GraphSupply:
         self._counters.add("seconds", time.perf_counter() - start)
         self._known[name] = [request.without_module() for request in requests]
         missing = [request for request in requests if self._is_missing(request)]
+        if missing:
+            on_progress(Progress(0, len(missing), "", "", 0.0))
         outcomes = self._cache.get_or_compile_all(missing, self._requester, self._is_beside, self._check_cancelled)
         for done, outcome in enumerate(outcomes):
             on_progress(self._settle(outcome, done + 1, len(missing)))
@@ -267,13 +273,13 @@ class GraphSupply:
         if kind is None or kind.closed:
             return False
         if different := _difference(graph.environment, environment(target.backend, target.device, target.host)):
-            refused[f"made for {different}"] += 1
+            refused[say("made for {different}", different=different)] += 1
             return False
         try:
             kind.add(graph.signature, self._cache.add_loaded(graph, self._requester))
             self._loaded.add(graph.fingerprint)
         except Exception as error:
-            refused[f"not loaded ({one_line(error)})"] += 1
+            refused[say("not loaded ({error})", error=one_line(error))] += 1
         return True
 
     def _request_like(self, identity: GraphIdentity) -> GraphRequest | None:
@@ -339,5 +345,6 @@ def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """Name the first field in which two environments differ, or return nothing."""
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
-            return f"{name} {theirs.get(name, 'none')}, and this is {ours.get(name, 'none')}"
+            values = {"theirs": theirs.get(name, "none"), "ours": ours.get(name, "none")}
+            return say("{name} {theirs}, and this is {ours}", name=name, **values)
     return ""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..common.reason import Reason, ReasonCode
+from ..common.timing import first_shape
 from ..common.torch_compat import pytree
 from ..tracing.shape_discovery import ModelCall
 from ..tracing.side_effects import turns
@@ -65,6 +66,8 @@ class NetworkWrapper:
         """If set, replays repeated calls as CUDA graphs, without Python."""
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
+        self.on_setup: Callable[[], None] = lambda: None
+        """Called after each call of the network in which something was compiled, loaded, checked or captured."""
         self.sampling: Sampling = EachCall()
         """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
@@ -72,7 +75,8 @@ class NetworkWrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
             return self._call_network(*args, **kwargs)
-        call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs))
+        shape = first_shape(args, kwargs)
+        call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), shape)
         with entered(call):
             self.on_call()
             is_watched = self._refresh()
@@ -80,6 +84,8 @@ class NetworkWrapper:
             with turns.shared(), self.compiled.host.without_allocation_scopes(), timed:
                 result = self._call_with_weights(call, args, kwargs, is_watched)
             self.compiled.note_call(call)
+            if call.had_setup:
+                self.on_setup()
             return result
 
     def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
@@ -170,8 +176,8 @@ class VAEWrapper(NetworkWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.on_broken: Callable[[str], None] = lambda line: None
-        """Called with a line for people when an image had to be made again eagerly."""
+        self.on_broken: Callable[[Reason], None] = lambda reason: None
+        """Called with the reason when an image had to be made again eagerly."""
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -184,7 +190,7 @@ class VAEWrapper(NetworkWrapper):
             again = super()._enter(*args, **kwargs)
         if _is_finite(again):
             log.warning("A VAE's graphs returned values that are not finite; eager code did not, so its image is used.")
-            self.on_broken(f"eager: {OVERFLOWED}")
+            self.on_broken(OVERFLOWED)
         return again
 
 

@@ -303,7 +303,8 @@ class RegionForward:
         written = (call.tensors[call.plan.order[i]] for i in entry.graph.spec.mutated)
         with suppress(torch.cuda.OutOfMemoryError), _unchanged(written), same_random_numbers(self._kind.device):
             graph, eager = partial(self._run, call.plan, call.weights, copies), partial(call.eager, call.context)
-            entry.timing = compare(graph, eager, self._kind.device)
+            running = running_call(self._owner)
+            entry.timing = compare(graph, eager, self._kind.device, running.shape if running else ())
 
     def _reject(self, call: _Call, error: str) -> None:
         """Run calls with these patches eagerly from now on; the graph may be right for others."""

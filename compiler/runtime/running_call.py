@@ -19,12 +19,16 @@ _thread = threading.local()
 class RunningCall:
     """One call of a compiled model's network."""
 
-    __slots__ = ("_repeat", "entries", "had_setup", "is_eager_in_part", "model", "regions", "was_replayed")
+    __slots__ = ("_repeat", "entries", "had_setup", "is_eager_in_part", "model", "regions", "shape", "was_replayed")
 
-    def __init__(self, model: object, repeat: Callable[[], ModelCall | None] = lambda: None) -> None:
+    def __init__(
+        self, model: object, repeat: Callable[[], ModelCall | None] = lambda: None, shape: tuple[int, ...] = ()
+    ) -> None:
         """`repeat` returns what makes this call again at other sizes, or None if nobody can."""
         self._repeat = repeat
         self.model = model
+        self.shape = shape
+        """Of the first tensor in the call."""
         self.regions = 0
         """Calls of regions so far."""
         self.entries: set[CacheEntry] = set()

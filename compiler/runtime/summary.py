@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from ..common.counters import Counters
 from ..common.reason import Reason
+from ..common.timing import Gain
 from ..compile_cache.graph_cache import CacheEntry
 from .region_kind import RegionKind
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far compiling is, after one more graph."""
+    """How far compiling is, before the first graph and after each one."""
 
     done: int
     total: int
     region: str
     source: str
-    """"memory", "disk", "compiled" or "eager"."""
+    """"memory", "disk", "compiled" or "eager"; nothing before the first graph."""
     seconds: float
     reason: Reason | None = None
     """Why the region stays eager, if it does."""
 
 
 def log_progress(log: logging.Logger, progress: Progress) -> None:
-    """Write one line for one graph."""
+    """Write one line for one graph, and none before the first."""
+    if not progress.done:
+        return
     log.info(
         "[%d/%d] %s: %s, %.1f s", progress.done, progress.total, progress.region, progress.source, progress.seconds
     )
@@ -56,10 +59,22 @@ class Summary:
     """Kinds that a file gave a graph."""
     compiled_here: tuple[str, ...]
     """Regions whose graphs this model had to have compiled."""
+    gain: Gain | None = None
+    """None until something was timed."""
+    regions_by_reason: Mapping[Reason, tuple[str, ...]] = field(default_factory=dict)
+    """For each reason the classes of the regions that it keeps from being compiled, wholly or for some calls."""
 
     @classmethod
-    def of(cls, kinds: Sequence[KindInUse], counters: Counters, loaded: int, compiled_here: Sequence[str]) -> Summary:
+    def of(
+        cls,
+        kinds: Sequence[KindInUse],
+        counters: Counters,
+        loaded: int,
+        compiled_here: Sequence[str],
+        gain: Gain | None = None,
+    ) -> Summary:
         """Return the summary of a model with these kinds."""
+        reasons = tuple(dict.fromkeys(reason for kind in kinds for reason in kind.reasons))
         return cls(
             regions=len(kinds),
             compiled=sum(bool(kind.graphs) for kind in kinds),
@@ -71,9 +86,14 @@ class Summary:
             from_file=counters.from_file,
             compiles=counters.compiles,
             seconds=counters.seconds,
-            reasons=tuple(dict.fromkeys(reason for kind in kinds for reason in kind.reasons)),
+            reasons=reasons,
             loaded=loaded,
             compiled_here=tuple(compiled_here),
+            gain=gain,
+            regions_by_reason={
+                reason: tuple(dict.fromkeys(kind.region for kind in kinds if reason in kind.reasons))
+                for reason in reasons
+            },
         )
 
 

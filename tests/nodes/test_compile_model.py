@@ -32,7 +32,7 @@ def test_images_match_eager_and_only_one_compiles(fresh, workflow, pixels):
 
 def test_the_node_shows_what_it_did(server, workflow):
     outputs = server.run(workflow(seed=11))
-    assert re.fullmatch(r"3 regions, 3 compiled( \(3 from memory\))?, 0 eager, [\d.]+ s", outputs["2"]["text"][0]), (
+    assert re.match(r"Ready(: 3 of 3 block types compiled \(| \(loaded from memory, )", outputs["2"]["text"][0]), (
         outputs["2"]["text"]
     )
 
@@ -105,7 +105,7 @@ def test_installed_twice_it_works_once(home, start_server, workflow):
     second.symlink_to(ROOT, target_is_directory=True)
     try:
         with start_server() as both:
-            assert "3 compiled" in both.run(workflow(seed=18))["2"]["text"][0]
+            assert "Ready" in both.run(workflow(seed=18))["2"]["text"][0]
             assert totals(both)["calls"] > 0
             assert "installed twice" in both.log.read_text()
     finally:
@@ -116,5 +116,5 @@ def test_a_restart_compiles_nothing(server, start_server, workflow):
     server.run(workflow(seed=16))
     with start_server() as restarted:
         outputs = restarted.run(workflow(seed=17))
-        assert "(3 from disk)" in outputs["2"]["text"][0]
+        assert "Ready (loaded from disk, " in outputs["2"]["text"][0]
         assert totals(restarted)["compiles"] == 0

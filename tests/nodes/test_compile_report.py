@@ -38,30 +38,31 @@ def test_blocks_that_ran_have_bars_and_figures(server, workflow):
     assert (seen(server, outputs, "41") == picture).all()
     (text,) = outputs["40"]["text"]
     assert "UNetModel, its blocks" in text
-    assert "3 of 3 kinds of block compiled, 100% of" in text
+    assert "3 of 3 block types compiled, 100% of" in text
 
 
 def test_what_is_not_compiled_is_said(server, workflow):
     outputs = server.run(report(workflow(64, 64, seed=52, compiled=False), model=["1", 0]))
-    assert "Model: not compiled: connect what comes from Compile Model" in outputs["40"]["text"][0]
+    assert "Model: Not compiled: connect what comes from Compile Model" in outputs["40"]["text"][0]
     assert seen(server, outputs, "40").std() > 1
 
 
 def test_nothing_connected_is_no_fault(server):
     prompt = {"40": {"class_type": "CG_CompileReport", "inputs": {}}}
     outputs = server.run(prompt)
-    assert outputs["40"]["text"][0].startswith("Compile Report: not compiled")
+    assert outputs["40"]["text"][0].startswith("Compile Report: Not compiled")
 
 
 @pytest.fixture(scope="module")
 def drawing():
     """The module that draws, imported without the nodes, which need ComfyUI."""
     path = Path(__file__).resolve().parents[2] / "nodes" / "report_picture.py"
-    spec = importlib.util.spec_from_file_location("report_picture", path)
-    module = sys.modules["report_picture"] = importlib.util.module_from_spec(spec)
+    name = "compiled_graphs.nodes.report_picture"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["report_picture"]
+    del sys.modules[name]
 
 
 def test_bars_are_as_long_as_their_times(drawing):
@@ -80,3 +81,11 @@ def test_a_picture_grows_with_rows_and_cuts_long_texts(drawing):
     assert picture.height > 20 * drawing.ROW
     edge = numpy.asarray(picture)[:, -drawing.MARGIN // 2 :]
     assert (edge == 255).all()
+
+
+def test_what_is_slower_says_so_and_a_missing_font_leaves_english(drawing, monkeypatch):
+    assert drawing._factor(drawing.Row("a", 10.0, 20.0, "")) == "2.00x slower"
+    assert drawing._factor(drawing.Row("a", 20.0, 10.0, "")) == "2.00x faster"
+    sections = [drawing.Section("Model", ["a line"], [drawing.Row("a", 10.0, 20.0, "")])]
+    monkeypatch.setattr(drawing, "FONTS", {"zh": ("no such font",)})
+    assert (numpy.asarray(drawing.draw(sections, "zh")) == numpy.asarray(drawing.draw(sections))).all()

@@ -185,7 +185,7 @@ def test_every_execution_cache(arguments, server, warm, own_home, workflow, chec
         pytest.skip(f"this ComfyUI has no {arguments[0]}")
     with ComfyServer(server._comfyui, own_home, arguments) as other:
         text = other.run(workflow(seed=next(SEEDS)))["2"]["text"][0]
-        assert "(3 from disk)" in text
+        assert "Ready (loaded from disk, " in text
         for _ in range(3):
             check(other)
         assert compiles(other) == 0

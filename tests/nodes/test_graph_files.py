@@ -55,6 +55,9 @@ def write_header(metadata, rest):
     return len(text).to_bytes(8, "little") + text + body
 
 
+SUFFIX = ".graph.safetensors"
+
+
 def saved_name(text):
     return re.search(r"tiny_\d{5}_\.graph\.safetensors", text)[0]
 
@@ -64,7 +67,7 @@ def test_a_saved_file_loads_after_a_restart(home, start_server, saving, loading,
         outputs = first.run(saving(seed=1))
         text = outputs["9"]["text"][0].splitlines()
         assert re.fullmatch(r"4 graphs saved to tiny_\d{5}_\.graph\.safetensors, \d\.\d MB", text[0]), text
-        assert text[1].startswith("compiled now: 1 regions, 1 compiled")
+        assert text[1].startswith("Compiled now: Ready: 1 of 1 block types compiled (")
         name, (image,) = saved_name(text[0]), pixels(first, outputs)
     shutil.rmtree(home / "graphs")
     shutil.rmtree(home / "inductor")
@@ -72,8 +75,8 @@ def test_a_saved_file_loads_after_a_restart(home, start_server, saving, loading,
         outputs = restarted.run(loading(name, seed=1))
         text = outputs["2"]["text"][0]
         label = name.removesuffix(".graph.safetensors")
-        of = rf"regions from {label}, 0 compiled, [\d.]+ s"
-        assert re.fullmatch(rf"3 of 3 {of}\nVAE: 1 of 1 {of}", text), text
+        of = rf"block types loaded from {label} \([\d.]+ s\)\."
+        assert re.fullmatch(rf"Ready: 3 of 3 {of}\nVAE: Ready: 1 of 1 {of}", text), text
         counts = totals(restarted)
         assert (counts["compiles"], counts["from_file"], counts["from_disk"]) == (0, 4, 0)
         assert counts["reasons"] == {}
@@ -89,8 +92,10 @@ def test_what_a_file_lacks_is_compiled_and_named(server, loading, workflow):
     name = saved_name(server.run(prompt)["9"]["text"][0])
     outputs = server.run(loading(name, seed=21))
     lines = outputs["2"]["text"][0].splitlines()
-    assert lines[0].startswith(f"0 of 3 regions from {name.removesuffix('.graph.safetensors')}, ")
-    assert lines[-1].startswith("VAE: 1 of 1 regions from ")
+    assert lines[0].startswith(
+        f"Ready: 0 of 3 block types loaded from {name.removesuffix('.graph.safetensors')}, 3 compiled"
+    )
+    assert lines[-1].startswith("VAE: Ready: 1 of 1 block types loaded from ")
     assert outputs["8"]["images"]
 
 
@@ -113,7 +118,7 @@ def test_a_foreign_file_lists_what_is_compiled(server, loading, graph_files, sav
 def test_save_with_nothing_connected_writes_nothing(server, graph_files):
     before = sorted(graph_files.rglob("*"))
     prompt = {"9": {"class_type": "CG_SaveGraph", "inputs": {"filename_prefix": "none"}}}
-    assert server.run(prompt)["9"]["text"] == ["nothing saved\nconnect a model, a VAE or a ControlNet"]
+    assert server.run(prompt)["9"]["text"] == ["Nothing was saved.\nConnect a model, a VAE or a ControlNet."]
     assert sorted(graph_files.rglob("*")) == before
 
 
@@ -142,14 +147,36 @@ def test_save_compiles_an_uncompiled_model(server, workflow, graph_files):
     prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": {"model": ["1", 0], "filename_prefix": "early/graph"}}
     text = server.run(prompt)["9"]["text"][0]
     assert "3 graphs saved to graph_00001_" in text
-    assert "compiled now: 3 regions" in text
+    assert "Compiled now: Ready" in text
     assert (graph_files / "early" / "graph_00001_.graph.safetensors").stat().st_size > 1000
 
 
 def test_a_missing_file_is_named_and_gives_an_image(server, loading):
     outputs = server.run(loading("absent.graph.safetensors", seed=2))
-    assert outputs["2"]["text"][0].startswith("absent.graph.safetensors is not in models/compiled_graphs")
+    assert outputs["2"]["text"][0].startswith("There is no file absent in models/compiled_graphs yet")
     assert outputs["8"]["images"]
+
+
+def test_the_newest_of_a_name_can_be_chosen_and_no_choice_looks_like_a_model(server, saving, loading, graph_files):
+    name = saved_name(server.run(saving(seed=33))["9"]["text"][0])
+    newest = graph_files / f"tiny_99999_{SUFFIX}"
+    shutil.copy(graph_files / name, newest)
+    try:
+        (choices, _) = server.get("/object_info/CG_LoadGraph")["CG_LoadGraph"]["input"]["required"]["graph"]
+        assert choices[0].endswith(" (newest)")
+        assert {"tiny (newest)", "tiny_99999_", name.removesuffix(SUFFIX)} <= set(choices)
+        assert not [choice for choice in choices if choice.endswith(".safetensors")]
+        outputs = server.run(loading("tiny (newest)", seed=34))
+        assert outputs["2"]["text"][0].startswith("Ready: 3 of 3 block types loaded from tiny_99999_ (")
+        outputs = server.run(loading(name.removesuffix(SUFFIX), seed=35))
+        assert f"loaded from {name.removesuffix(SUFFIX)} (" in outputs["2"]["text"][0]
+    finally:
+        newest.unlink()
+
+
+def test_without_a_file_to_choose_the_node_says_where_one_comes_from(server, loading):
+    text = server.run(loading("none", seed=36))["2"]["text"][0]
+    assert text.startswith("No graph file is chosen, so the model is compiled. Save Graph writes one.")
 
 
 def test_a_folder_deleted_at_run_time_counts_as_empty(server, saving, loading, graph_files):
@@ -158,7 +185,9 @@ def test_a_folder_deleted_at_run_time_counts_as_empty(server, saving, loading, g
     shutil.rmtree(graph_files)
     try:
         outputs = server.run(loading(name, seed=32))
-        assert outputs["2"]["text"][0].startswith(f"{name} is not in models/compiled_graphs")
+        assert outputs["2"]["text"][0].startswith(
+            f"There is no file {name.removesuffix(SUFFIX)} in models/compiled_graphs yet"
+        )
     finally:
         graph_files.mkdir(exist_ok=True)
 
@@ -166,7 +195,8 @@ def test_a_folder_deleted_at_run_time_counts_as_empty(server, saving, loading, g
 @pytest.mark.parametrize("name", ["../checkpoints/tiny_sd15.ckpt", "/etc/passwd", "C:\\x.graph.safetensors", "a\0b"])
 def test_a_name_cannot_leave_the_folder(server, loading, name):
     outputs = server.run(loading(name, seed=3))
-    assert "is not in models/compiled_graphs" in outputs["2"]["text"][0]
+    assert outputs["2"]["text"][0].startswith("There is no file ")
+    assert "in models/compiled_graphs yet" in outputs["2"]["text"][0]
 
 
 def test_a_prefix_cannot_leave_the_folder(server, workflow, graph_files):
@@ -220,7 +250,7 @@ def test_a_forged_file_is_named_and_gives_an_image(server, saving, loading, grap
     finally:
         forged.unlink()
     first, *others = outputs["2"]["text"][0].splitlines()
-    assert first.startswith(f"{forged.name} ")
-    assert "compiled instead" in first
+    assert forged.name.removesuffix(SUFFIX) in first
+    assert "compiled" in first
     assert len(others) == 2
     assert outputs["8"]["images"]

@@ -52,6 +52,27 @@ def test_the_chinese_is_chinese():
     assert [text for text in sentences if not re.search("[\u4e00-\u9fff]", text)] == []
 
 
+def test_the_panel_has_its_chinese():
+    said = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").glob("*.js") if path.stem != "words")
+    used = set(re.findall(r'\bsay\(\s*"((?:[^"\\]|\\.)*)"', said))
+    words = (ROOT / "web" / "words.js").read_text(encoding="utf-8")
+    known = dict(re.findall(r'^  "((?:[^"\\]|\\.)*)": "((?:[^"\\]|\\.)*)",$', words, re.MULTILINE))
+    kinds = {"base UNet", "refiner UNet", "diffusion model", "VAE", "ControlNet"}  # the server says these
+    assert len(used) > 50
+    assert used | kinds == known.keys()
+    values = {english: re.findall(r"\{\w+\}", english) for english in known}
+    assert [english for english, names in values.items() if sorted(names) != placeholders(known[english])] == []
+
+
+def test_translations_keep_every_value():
+    texts = json.loads((LOCALES / "zh.json").read_text(encoding="utf-8"))
+    assert [english for english, chinese in texts.items() if placeholders(english) != placeholders(chinese)] == []
+
+
+def placeholders(text):
+    return sorted(re.findall(r"\{\w*(?::[^}]*)?\}", text))
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_no_text_has_a_placeholder_of_the_frontend(language):
     texts = "".join((LOCALES / language / name).read_text(encoding="utf-8") for name in FILES)

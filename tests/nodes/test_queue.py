@@ -111,9 +111,9 @@ def test_two_hundred_prompts_compile_once_and_stay_flat(forgetful, variant, memo
             assert node in cached_nodes(entry)
     report = registry(forgetful)
     first, *others = dict.fromkeys(texts)
-    assert first.startswith("3 regions, 3 compiled, 0 eager")
+    assert first.startswith("Ready: 3 of 3 block types compiled (")
     assert others
-    assert all(text.startswith("3 regions, 3 compiled (3 from memory), 0 eager") for text in others)
+    assert all(text.startswith("Ready (loaded from memory, ") for text in others)
     assert report["totals"]["compiles"] == 3, "some prompt after the first compiled"
     assert (report["totals"]["reasons"], report["totals"]["retired"]) == ({}, 0)
     assert {name: [*workflow["roles"]] for name, workflow in report["workflows"].items()} == {

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy
 import pytest
+import workflow_pictures
 from PIL import Image, ImageSequence
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / "workflows"
-REFINER = json.loads((WORKFLOWS / "api" / "sdxl_base_refiner.json").read_text())
+REFINER = json.loads((WORKFLOWS / "api" / "sdxl_base_and_refiner.json").read_text())
 BASE_TEXT, REFINER_TEXT = 2048, 1280
 BACKEND = "eager"
 
@@ -111,7 +112,7 @@ def test_a_workflow_without_its_files_makes_them(refiner_home, start_server):
     with start_server(refiner_home) as server:
         outputs = server.run(prompt)
         for node, name in (("3", "sdxl_base"), ("4", "sdxl_refiner")):
-            assert outputs[node]["text"][0].startswith(f"{name}_00001_.graph.safetensors is not in models/")
+            assert outputs[node]["text"][0].startswith(f"There is no file {name} in models/compiled_graphs yet")
         assert "graphs saved to sdxl_base_00001_" in outputs["16"]["text"][0]
         assert "graphs saved to sdxl_refiner_00001_" in outputs["17"]["text"][0]
 
@@ -131,12 +132,14 @@ TINY = {
     "lora_swap": Tiny(
         SD15 | {"add_detail.safetensors": "tiny_lora", "epiNoiseoffset_v2.safetensors": "tiny_lora_other"}
     ),
-    "controlnet": Tiny(SD15 | {"control_v11p_sd15_canny.pth": "tiny_canny"}),
-    "img2img_three_sizes": Tiny(SD15),
+    "controlnet": Tiny(SD15 | {"control_v11p_sd15_canny_fp16.safetensors": "tiny_canny"}),
+    "image_to_image_at_three_sizes": Tiny(SD15),
     "save_and_load": Tiny(SD15),
     "batch_queue": Tiny(SD15),
-    "sd3": Tiny({"sd3_medium_incl_clips.safetensors": "tiny_sd3_with_vae"}, {"width": 4096, "pooled_width": 2048}, 16),
-    "svd": Tiny({"svd_xt.safetensors": "tiny_svd_with_vae"}),
+    "stable_diffusion_3": Tiny(
+        {"sd3_medium_incl_clips.safetensors": "tiny_sd3_with_vae"}, {"width": 4096, "pooled_width": 2048}, 16
+    ),
+    "stable_video_diffusion": Tiny({"svd_xt.safetensors": "tiny_svd_with_vae"}),
     "flux": Tiny(
         {"flux1-dev.safetensors": "tiny_flux_unet", "ae.safetensors": "tiny_ae"},
         {"width": 4096, "pooled_width": 768},
@@ -249,18 +252,21 @@ def test_images_match_eager_and_new_seeds_compile_none(tiny_server, name):
     assert largest_difference(made, again) > 1
     assert after["calls"] > before["calls"]
     assert after["compiles"] == before["compiles"]
-    assert set(after["reasons"]) <= (CHUNKED if name == "svd" and not tiny_server._comfyui else set())
+    assert set(after["reasons"]) <= (
+        CHUNKED if name == "stable_video_diffusion" and not tiny_server._comfyui else set()
+    )
 
 
 def test_save_and_load_compiles_then_takes_the_file(tiny_server):
     for path in (tiny_server.home / "models" / "compiled_graphs").glob("sd15_*"):
         path.unlink()
     texts = [tiny_server.run(small("save_and_load", seed))["2"]["text"][0] for seed in (3, 4)]
-    assert texts[0].startswith("sd15_00001_.graph.safetensors is not in models/compiled_graphs; compiled instead")
-    assert "3 of 3 regions from sd15_00001_, 0 compiled" in texts[1]
-    assert "VAE: 1 of 1 regions from sd15_00001_, 0 compiled" in texts[1]
+    assert texts[0].startswith("There is no file sd15 in models/compiled_graphs yet, so the model is compiled.")
+    assert "Ready: 3 of 3 block types loaded from sd15_00001_ (" in texts[1]
+    assert "VAE: Ready: 1 of 1 block types loaded from sd15_00001_ (" in texts[1]
 
 
 def test_every_workflow_is_queued_by_a_test():
-    assert {path.stem for path in WORKFLOWS.glob("*.json")} == {*TINY, "sdxl_base_refiner"}
-    assert {path.stem for path in (WORKFLOWS / "api").glob("*.json")} == {*TINY, "sdxl_base_refiner"}
+    named = {*TINY, "sdxl_base_and_refiner"}
+    assert {workflow_pictures.api_name(path.stem) for path in WORKFLOWS.glob("*.json")} == named
+    assert {path.stem for path in (WORKFLOWS / "api").glob("*.json")} == named

@@ -79,7 +79,7 @@ REFUSED = {
     "an unknown workflow": ("drop", {"workflow": "nowhere"}, 404, "no workflow 'nowhere'"),
     "no role": ("save", {"workflow": ID}, 400, "lacks 'role'"),
     "an unknown role": ("save", NAMED | {"role": "9:VAE"}, 404, "No '9:VAE'"),
-    "a role of an unknown workflow": ("save", NAMED | {"workflow": "nowhere"}, 404, "queue the workflow first"),
+    "a role of an unknown workflow": ("save", NAMED | {"workflow": "nowhere"}, 404, "Queue the workflow first"),
     "no name": ("save", NAMED | {"name": ""}, 400, "lacks 'name'"),
     **{
         f"the name {name}": ("save", NAMED | {"name": name}, 400, "letters, digits")
@@ -115,7 +115,7 @@ def test_graphs_are_saved_dropped_and_loaded_again(server, workflow):
     )
 
     status, text = post(server, "drop", {"workflow": ID})
-    assert (status, text.startswith("3 graphs dropped from memory")) == (200, True)
+    assert (status, text.startswith("3 graphs freed.")) == (200, True)
     dropped = report(server)
     assert (dropped["workflows"], dropped["memory"]["graphs"], dropped["disk"]["graphs"]) == ({}, 0, 3)
     assert post(server, "drop", {"workflow": ID})[0] == 404
@@ -151,7 +151,7 @@ def test_save_works_and_drop_fails_while_a_prompt_runs(server, workflow, pixels,
     calls = report(server)["totals"]["calls"]
     while report(server)["totals"]["calls"] == calls:
         time.sleep(0.01)
-    assert post(server, "drop", {"workflow": ID}) == (409, "A prompt is running; drop the graphs when it has ended.")
+    assert post(server, "drop", {"workflow": ID}) == (409, "A prompt is running. Free the graphs when it has ended.")
     assert post(server, "save", NAMED)[0] == 200
     hold.unlink()
     ours = pixels(server, server.wait(running)["outputs"])[0]

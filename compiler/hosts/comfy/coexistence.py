@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ...common.words import say
 from ...identity.regions import Region, find_regions, is_torch_compiled
 from . import comfy_compat
 
@@ -55,7 +56,7 @@ class LeaveOtherModels:
         take_ours_out(clone)
         if not self._has_told:
             self._has_told = True
-            self._tell("The copy of this model on another device runs uncompiled.")
+            self._tell(say("The copy of this model on another device runs uncompiled."))
 
 
 def _own_containers(options: Any) -> Any:

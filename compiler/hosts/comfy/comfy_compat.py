@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.words import say
+
 MANAGEMENT = "comfy.model_management"
 MEMORY = "comfy.memory_management"
 VBAR = "comfy_aimdo.model_vbar"
@@ -154,7 +156,9 @@ def find(name: str) -> Any:
 def missing(thing: Any, names: Iterable[str]) -> str:
     """Return the sentence for a thing that lacks one of these attributes, or nothing if it has all."""
     lacking = next((name for name in names if not hasattr(thing, name)), None)
-    return "" if lacking is None else f"not compiled: this ComfyUI's {type(thing).__name__} has no {lacking}"
+    if lacking is None:
+        return ""
+    return say("Not compiled: this ComfyUI's {thing} has no {lacking}", thing=type(thing).__name__, lacking=lacking)
 
 
 def torch_device() -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ...common.words import say
 from ...identity.graph_spec import CompiledGraph
 from ...runtime.compiled_model import CompiledModel
 from . import comfy_compat, synthetic_calls
@@ -30,7 +31,7 @@ def compile_model(patcher: Any, request: Request = ANYTHING) -> tuple[Any, str]:
         return patcher, reason
     network = getattr(patcher.model, "diffusion_model", None)
     if network is None:
-        return patcher, f"not compiled: {type(patcher.model).__name__} has no diffusion model"
+        return patcher, say("Not compiled: {name} has no diffusion model", name=type(patcher.model).__name__)
     clone = clone_without_ours(patcher)
     calls = {"forward": synthetic_calls.SamplingCall(clone, HOST)}
     kind = network_kind(clone.model)
@@ -46,7 +47,7 @@ def compile_vae(vae: Any, request: Request = ANYTHING, encode: bool | None = Fal
     request's graphs have it. Otherwise as `compile_model`.
     """
     if getattr(vae, "first_stage_model", vae) is None:
-        return vae, "not compiled: the checkpoint has no VAE"
+        return vae, say("Not compiled: the checkpoint has no VAE")
     if reason := _missing_of_vae(vae):
         return vae, reason
     network = vae.first_stage_model
@@ -68,7 +69,7 @@ def compile_control_net(control_net: Any, request: Request = ANYTHING) -> tuple[
     """
     patcher = patcher_of(control_net)
     if patcher is None:
-        return control_net, f"not compiled: {no_network_text(control_net)}"
+        return control_net, say("Not compiled: {reason}", reason=no_network_text(control_net))
     needs = comfy_compat.CONTROL_NET_NEEDS, comfy_compat.PATCHER_NEEDS
     if reason := comfy_compat.missing(control_net, needs[0]) or comfy_compat.missing(patcher, needs[1]):
         return control_net, reason

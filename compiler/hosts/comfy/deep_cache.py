@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...common.compare import relative_error
+from ...common.words import Words, join, say
 from . import comfy_compat
 from .comfy_compat import OPTIONS, PATCHES, STEP
 
@@ -26,7 +27,7 @@ MARK = "compiled_graphs.deep_cache"
 """Transformer option of calls that go through a DeepCache: no two of them need be alike."""
 
 _CALLBACKS_KEY = MARK
-TOO_OLD = "this ComfyUI does not say when a sampling begins; update it to one of 2025 or newer"
+TOO_OLD = say("this ComfyUI does not say when a sampling begins. Update it to 0.3.10 or newer.")
 
 _ACT_BETWEEN_BLOCKS = frozenset(
     {
@@ -70,9 +71,9 @@ class Comparison:
 def unusable(network: nn.Module) -> str | None:
     """Return why a network's steps cannot be shallow, or None."""
     if not all(hasattr(network, name) for name in ("input_blocks", "output_blocks", "num_res_blocks")):
-        return f"{type(network).__name__} is no UNet, whose deep blocks could be left out"
+        return say("{name} is not a UNet, and only a UNet has deep blocks to skip.", name=type(network).__name__)
     if network.middle_block is None or len(network.input_blocks) != len(network.output_blocks):
-        return "this UNet has no middle to take from an earlier step"
+        return say("this UNet has no middle block to take from an earlier step.")
     return None
 
 
@@ -84,14 +85,14 @@ def use_deep_cache(patcher: Any, settings: Settings, on_end: Callable[[str], Non
     get into the next.
     """
     if not comfy_compat.announces_samplings(patcher):
-        return patcher, f"without DeepCache: {TOO_OLD}"
+        return patcher, say("Without DeepCache: {reason}", reason=TOO_OLD)
     network = getattr(patcher.model, "diffusion_model", None)
     clone = patcher.clone()
     inner = clone.model_options.get(comfy_compat.FUNCTION_WRAPPER)
     try:
         cache = DeepCache(network, settings, inner.inner if isinstance(inner, DeepCache) else inner)
     except ValueError as reason:
-        return patcher, f"without DeepCache: {reason}"
+        return patcher, say("Without DeepCache: {reason}", reason=reason.args[0])
     clone.set_model_unet_function_wrapper(cache)
     comfy_compat.forget_callbacks(clone, _CALLBACKS_KEY)
     comfy_compat.call_around_samplings(clone, _CALLBACKS_KEY, cache.begin, cache.end)
@@ -163,15 +164,16 @@ class DeepCache:
     def text(self) -> str:
         """Return what the last sampling did, for people."""
         count = len(self._network().input_blocks)
-        text = f"DeepCache: shallow steps compute {self.depth + 1} of {count} blocks down and up"
+        sentences = [
+            say("DeepCache: a shallow step computes {depth} of {count} levels.", depth=self.depth + 1, count=count)
+        ]
         if steps := self.whole + self.shallow:
-            text += f"; {self.shallow} of {steps} steps were shallow"
+            sentences.append(say("{shallow} of {steps} steps were shallow.", shallow=self.shallow, steps=steps))
         if self.reason:
-            text += f" (whole: {self.reason})"
+            sentences.append(say("The last step was whole because of {reason}.", reason=self.reason))
         if (found := self.comparison) is not None:
-            text += f"; a shallow step takes {found.shallow / found.whole:.2f} of a whole one's time"
-            text += f" and differs from it by {found.difference:.1%}"
-        return text
+            sentences.append(_comparison_text(found))
+        return join(sentences, " ")
 
     def _note_step(self, apply_model: Callable, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
         """See whether this call begins a step: those of one step are given the same tensor."""
@@ -274,6 +276,21 @@ class DeepCache:
         if count:
             outer["middle"] = [None] * len(outer.get("middle", []))
         return outer
+
+
+def _comparison_text(found: Comparison) -> Words:
+    factor, difference = found.whole / found.shallow, found.difference
+    if factor < 1:
+        return say(
+            "A shallow step is {factor:.1f}x slower than a whole one, and its result differs by {difference:.1%}.",
+            factor=1 / factor,
+            difference=difference,
+        )
+    return say(
+        "A shallow step is {factor:.1f}x faster than a whole one, and its result differs by {difference:.1%}.",
+        factor=factor,
+        difference=difference,
+    )
 
 
 def _nothing(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

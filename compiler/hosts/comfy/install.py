@@ -16,7 +16,8 @@ from torch import nn
 from ...backends import AUTO, choose_backend
 from ...backends.base import Backend
 from ...backends.inductor.float8 import FEWEST_WEIGHTS
-from ...common.reason import Unsupported
+from ...common.reason import Reason, Unsupported
+from ...common.words import Words, join, say
 from ...compile_cache.background_queue import Background
 from ...identity.fingerprint import fingerprint
 from ...identity.graph_spec import GraphIdentity
@@ -44,7 +45,7 @@ from .low_rank import LowRankBranches
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
-from .texts import NO_BRANCHES, branches_line, capture_line, left_text, status_text
+from .texts import branches_line, capture_line, counts_text, left_lines, no_branches, status_text, uncompiled_line
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Chosen:
 
     regions: Sequence[Region]
     backend: Backend
-    left: str
+    left: Sequence[Words]
     """What a person is told of what is left alone."""
 
 
@@ -98,13 +99,17 @@ class Built:
 class Status:
     """Tells a person how a compiled model stands. Holds neither the model nor its wrappers."""
 
-    def __init__(self, request: Request, left: str) -> None:
+    def __init__(self, request: Request, left: Sequence[Words], samples: bool) -> None:
+        """`samples` says that calls of the network are steps of a sampling."""
         self.refused: Sequence[str] = ()
         """Why graphs of a file cannot serve here."""
         self.branches: LowRankBranches | None = None
         """What runs LoRAs beside quantised weights, if somebody asked for that."""
         self._request = request
         self._left = left
+        self._samples = samples
+        self._told = ""
+        self._workflow = request.workflow()
         self._wrappers: list[weakref.ref[NetworkWrapper]] = []
 
     def follow(self, wrapper: NetworkWrapper) -> None:
@@ -116,15 +121,15 @@ class Status:
         compiled = next((wrapper.compiled for wrapper in self._alive()), None)
         if compiled is None:
             return ""
-        lines = [status_text(compiled.summary(), self._request.source), *self.refused]
-        if compiled.background is not None and compiled.background.is_busy:
-            lines.append("compiling in the background")
-        lines += [line for line in (self.capture_line(), branches_line(self.branches)) if line]
-        return "\n".join(lines) + self._left
+        is_busy = compiled.background is not None and compiled.background.is_busy
+        stands = status_text(compiled.summary(), self._request.source, is_busy, self._samples)
+        steps = next((line for each in self._alive() if (line := capture_line(each))), "")
+        self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left])
+        return self._told
 
-    def capture_line(self) -> str:
-        """Return how the steps of the last sampling were run."""
-        return next((line for each in self._alive() if (line := capture_line(each))), "")
+    def counts(self) -> str:
+        """Return how things stand now, for the log."""
+        return next((counts_text(wrapper.compiled.summary()) for wrapper in self._alive()), "")
 
     def _alive(self) -> list[NetworkWrapper]:
         return [found for reference in self._wrappers if (found := reference()) is not None]
@@ -132,14 +137,26 @@ class Status:
     def tell(self, line: str = "") -> None:
         """Tell how things stand now, and this besides."""
         if text := self.text():
-            self._request.on_change(f"{text}\n{line}" if line else text)
+            log.info("Node %s: %s", self._request.node_id, self.counts())
+            self._request.on_change(join([text, line]))
+
+    def tell_broken(self, reason: Reason) -> None:
+        """Tell why something was made again uncompiled."""
+        self.tell(uncompiled_line(reason, ""))
+
+    def tell_news(self) -> None:
+        """Tell how things stand now if that is news, or if another workflow runs the model than before."""
+        before = self._told, self._workflow
+        self._workflow = self._request.workflow()
+        if (self.text(), self._workflow) != before:
+            self.tell()
 
 
 def install(target: PatchedNetwork, request: Request) -> str:
     """Compile a network and put the graphs into its patcher; return what to tell the person."""
     chosen = _choose(target, request)
     if isinstance(chosen, Refused):
-        return f"not compiled: {chosen.reason}"
+        return say("Not compiled: {reason}", reason=chosen.reason)
     branches = _branches(target, request, chosen)
     # What compiles in the background sees the branches of the calls that ask for it.
     with branches.ahead(target.patcher) if branches and not request.background else nullcontext():
@@ -148,6 +165,7 @@ def install(target: PatchedNetwork, request: Request) -> str:
         _attach(target, request, chosen, built)
     if branches is not None:
         _attach_branches(target, built, branches)
+    log.info("Node %s: %s", request.node_id, built.status.counts())
     return built.status.text()
 
 
@@ -162,19 +180,18 @@ def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
     """Return what is compiled and by which backend, or why nothing is."""
     set_aside = set_torch_compile_aside(target.patcher)
     regions, taken = free_regions(target.patcher, target.network, target.prefix, target.calls)
-    left = left_text(taken, target.network, set_aside)
+    left = left_lines(taken, target.network, set_aside)
     backend, reason = choose_backend(_backend_name(request, regions), target.device)
     if backend is None:
         return Refused(reason)
     if not regions:
-        return Refused(f"{type(target.network).__name__} has no block that can be compiled{left}")
+        none = say("{name} has no block that can be compiled", name=type(target.network).__name__)
+        return Refused(join([none, *left]))
     if backend.rounds and _is_quantized(regions):
-        left += (
-            f"\ncompiled without {backend.name}, which has nothing to add: the model's weights are quantised already"
-        )
+        left.append(say("Compiled without {name}: the model's weights are quantised already.", name=backend.name))
         backend, _ = choose_backend(AUTO, target.device)
     if request.low_rank and not comfy_compat.wraps_samplings(target.patcher):
-        left += f"\n{NO_BRANCHES}"
+        left.append(no_branches())
     return Chosen(regions, backend, left)
 
 
@@ -209,7 +226,7 @@ def _consists_of_others(weight: torch.Tensor) -> bool:
 
 def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:
     """Return the compiled model, with what takes the place of the network's methods."""
-    status, registry = Status(request, chosen.left), process.registry()
+    status, registry = Status(request, chosen.left, bool(target.prefix)), process.registry()
     compiles_later = request.background and registry.cache.workers is not None
     options = Options(request.verify, Background(status.tell, HOST) if compiles_later else None, status.tell)
     place = Target(target.device, chosen.backend, HOST)
@@ -264,7 +281,7 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
     for each in built.wrappers:
         each.on_call = play
         if isinstance(each, VAEWrapper):
-            each.on_broken = built.status.tell
+            each.on_broken = built.status.tell_broken
         each.install_while_running(forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
         tidy_after(each, target.network, each.method)
@@ -274,6 +291,10 @@ def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Bui
         _arrange_weights(target, chosen, built)
         if request.capture and chosen.backend.capture_context is not None:
             _replay_steps(target, chosen, built)
+        _call_around_samplings(target, None, built.status.tell_news)
+    else:
+        for each in built.wrappers:
+            each.on_setup = built.status.tell_news
     play()
 
 
@@ -298,7 +319,7 @@ def _arrange_weights(target: PatchedNetwork, chosen: Chosen, built: Built) -> No
 def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
     """Let the steps of a sampling be captured and replayed, where nobody else has a hand in the network.
 
-    What they work in is given back when the sampling ends: ComfyUI counts it as free.
+    The memory that they work in is given back when the sampling ends: ComfyUI counts it as free.
     """
     (entrance,), network = built.wrappers, target.network
     if not can_capture(target.device) or entrance.inner is not None or _has_other_patches(target):
@@ -306,7 +327,7 @@ def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
     if not type(network).__module__.startswith("comfy.") or any(map(is_torch_compiled, network.modules())):
         return
     entrance.step_replay = replay = _step_replay(target, chosen, built)
-    _call_around_samplings(target, None, SamplingEnd(replay, built.status))
+    _call_around_samplings(target, None, replay.release_memory)
 
 
 def _step_replay(target: PatchedNetwork, chosen: Chosen, built: Built) -> StepReplay:
@@ -326,22 +347,6 @@ def _step_replay(target: PatchedNetwork, chosen: Chosen, built: Built) -> StepRe
 def _has_other_patches(target: PatchedNetwork) -> bool:
     own = f"{target.prefix}forward"
     return any(name.startswith(target.prefix) and name != own for name in target.patcher.object_patches)
-
-
-class SamplingEnd:
-    """Gives back the memory that captures work in, and tells the person if steps are run in another way than before."""
-
-    def __init__(self, replay: StepReplay, status: Status) -> None:
-        self._replay = replay
-        self._status = status
-        self._told = ""
-
-    def __call__(self) -> None:
-        self._replay.release_memory()
-        line = self._status.capture_line()
-        if line != self._told:
-            self._told = line
-            self._status.tell()
 
 
 def _call_around_samplings(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ...common.words import Words, say
 from ...runtime.summary import Progress, log_progress
 from . import comfy_compat
+from .texts import block_types, duration
 
 log = logging.getLogger(__name__)
 
-BEGINNING = "looking which blocks there are"
+BEGINNING = say("Looking for the blocks that repeat in this model")
 WORTH_ESTIMATING = 5.0
 """Seconds after which a person is told how many more there are."""
-_SOURCES = {"memory": "in memory already", "disk": "loaded from disk", "eager": "stays uncompiled"}
 
 
 class ProgressReport:
@@ -29,6 +29,7 @@ class ProgressReport:
         self._clock = clock
         self._began = clock()
         self._bar: Any = None
+        self._compiles = False
 
     def begin(self) -> None:
         """Say that something goes on before there is anything to count."""
@@ -39,7 +40,8 @@ class ProgressReport:
             self._bar = comfy_compat.progress_bar(progress.total, self._node_id)
         if self._bar is not None:
             self._bar.update_absolute(progress.done, progress.total)
-        self._tell(progress_text(progress, self._clock() - self._began))
+        self._compiles = self._compiles or progress.source == "compiled"
+        self._tell(progress_text(progress.done, progress.total, self._compiles, self._clock() - self._began))
         log_progress(log, progress)
 
 
@@ -58,26 +60,22 @@ class BackgroundReport:
         self._tell()
 
 
-def progress_text(progress: Progress, elapsed: float) -> str:
-    """Return what a person is told, such as "3 of 14: res block, middle block 0: compiled in 9.1 s; about 40 s left".
+def progress_text(done: int, total: int, compiles: bool, elapsed: float) -> Words:
+    """Return what a person is told, such as "Compiling 3 block types, 1 done, about 40 s left (once per model type)".
 
     The estimate takes what is left to go as fast as what is done; what takes longest goes first, so it is less.
     """
-    done = _SOURCES.get(progress.source, f"{progress.source} in {progress.seconds:.1f} s")
-    text = f"{progress.done} of {progress.total}: {in_words(progress.region)}: {done}"
-    left = elapsed / progress.done * (progress.total - progress.done)
-    if elapsed >= WORTH_ESTIMATING and left >= 1:
-        text += f"; about {_duration(left)} left"
-    return text
-
-
-def in_words(region: str) -> str:
-    """Return a region's label, such as "SpatialTransformer (input_blocks.4.1)", in words."""
-    name, _, path = region.partition(" (")
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()
-    place = re.sub(r"[._]+", " ", path.rstrip(")"))
-    return f"{words}, {place}" if place else words
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    types = block_types(total)
+    if not done:
+        return say("Preparing {types} (compiled once per model type)", types=types)
+    if not compiles:
+        return say("Loading {types}, {done} done", types=types, done=done)
+    left = elapsed / done * (total - done)
+    if elapsed < WORTH_ESTIMATING or left < 1:
+        return say("Compiling {types}, {done} done (once per model type)", types=types, done=done)
+    return say(
+        "Compiling {types}, {done} done, about {left} left (once per model type)",
+        types=types,
+        done=done,
+        left=duration(left, digits=0),
+    )

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from ...storage.store import DEFAULT_LIMIT, gigabytes
 from .comfy_compat import SETTINGS_FILE
@@ -20,6 +21,7 @@ from .comfy_compat import SETTINGS_FILE
 log = logging.getLogger(__name__)
 
 STORE_LIMIT = "CompiledGraphs.StoreLimit"
+LOCALE = "Comfy.Locale"
 
 
 def store_limit(user_folder: Path) -> int | None:
@@ -30,9 +32,8 @@ def store_limit(user_folder: Path) -> int | None:
     """
     if os.environ.get("COMPILED_GRAPHS_STORE_LIMIT"):
         return None
-    path = user_folder / Path(*SETTINGS_FILE)
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(STORE_LIMIT)
+        value = _settings(user_folder).get(STORE_LIMIT)
     except FileNotFoundError:
         return DEFAULT_LIMIT
     except (OSError, ValueError, AttributeError):
@@ -40,5 +41,18 @@ def store_limit(user_folder: Path) -> int | None:
     try:
         return DEFAULT_LIMIT if value is None else gigabytes(str(value))
     except ValueError:
-        log.warning("%s in %s is %r and not a number of gigabytes; using 10.", STORE_LIMIT, path.name, value)
+        log.warning("%s in %s is %r and not a number of gigabytes; using 10.", STORE_LIMIT, SETTINGS_FILE[-1], value)
         return DEFAULT_LIMIT
+
+
+def chosen_language(user_folder: Path) -> str:
+    """Return the language that was chosen in the dialog, such as "zh"; "en" if none was."""
+    try:
+        value = _settings(user_folder).get(LOCALE)
+    except (OSError, ValueError, AttributeError):
+        return "en"
+    return value.partition("-")[0] if isinstance(value, str) else "en"
+
+
+def _settings(user_folder: Path) -> Any:
+    return json.loads((user_folder / Path(*SETTINGS_FILE)).read_text(encoding="utf-8"))

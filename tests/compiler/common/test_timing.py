@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common import timing
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.common.timing import LatencyTracker, Timing, compare, speed_up
+from compiled_graphs.compiler.common.timing import CallTime, Gain, LatencyTracker, Timing, compare, gain, speed_up
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import NetworkWrapper
 from torch import nn
@@ -199,3 +199,38 @@ def test_a_gpus_graph_is_timed_with_the_gpu_waited_for():
     torch.cuda.synchronize()
     found = compare(work(10), work(30), x.device)
     assert 2 < found.eager / found.graph < 4
+
+
+CALL = CallTime("forward", (2, 4), 0.010, 5)
+
+
+def timing_at(eager, graph, shape=(2, 4)):
+    return Timing(eager, graph, shape)
+
+
+def test_what_a_whole_call_gains_has_the_time_outside_of_blocks_in_it():
+    """Two blocks of 2 ms that took 5: 10 ms, of which 4 are theirs, and without graphs 16."""
+    assert gain([(2, [timing_at(0.005, 0.002)])], CALL) == Gain(pytest.approx(1.6), True)
+
+
+def test_a_replayed_call_takes_less_than_its_blocks_one_by_one():
+    assert gain([(4, [timing_at(0.005, 0.004)])], CALL) == Gain(pytest.approx(2.0), True)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [(1, [timing_at(0.004, 0.002, (1, 4))])],
+        [(1, [timing_at(0.004, 0.002), None])],
+        [(1, [timing_at(0.004, 0.002)]), (1, [None])],
+    ],
+    ids=["another size", "two graphs", "one kind was not timed"],
+)
+def test_only_the_blocks_gain_where_the_call_cannot_be_compared(kinds):
+    assert gain(kinds, CALL) == Gain(2.0, False)
+
+
+def test_nothing_is_said_of_what_was_not_timed():
+    assert gain([(1, [None])], CALL) is None
+    assert gain([], CALL) is None
+    assert gain([(1, [timing_at(0.004, 0.002)])], None) == Gain(2.0, False)

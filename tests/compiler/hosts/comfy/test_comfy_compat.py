@@ -94,7 +94,7 @@ def test_a_module_without_a_name_costs_what_it_was_for(name, load, sample, regis
         use_deep_cache(model, Settings(), print)
     if interrupt := comfy_compat.find("comfy.model_management.interrupt_current_processing"):
         interrupt(False)
-    assert text.startswith("3 regions, 3 compiled")
+    assert text.startswith("Ready: 3 of 3 block types compiled (")
     assert_image(sample, ours, model)
 
 
@@ -103,14 +103,14 @@ def test_a_patcher_without_what_is_needed_stays_as_it_is(name, load, registry):
     model = Without(load("tiny_sd15"), name)
     ours, text = compiled(model)
     assert ours is model
-    assert text == f"not compiled: this ComfyUI's {type(model).__name__} has no {name}"
+    assert text == f"Not compiled: this ComfyUI's {type(model).__name__} has no {name}"
 
 
 @pytest.mark.parametrize("name", sorted(comfy_compat.PATCHER_OFFERS))
 def test_a_patcher_without_what_is_offered_is_compiled(name, load, sample, registry):
     model = load("tiny_sd15")
     ours, text = compiled(Without(model, name))
-    assert text.startswith("3 regions, 3 compiled")
+    assert text.startswith("Ready: 3 of 3 block types compiled (")
     assert_image(sample, ours._thing, model)
 
 
@@ -119,7 +119,7 @@ def test_a_vae_without_what_is_needed_stays_as_it_is(name, load_vae, registry):
     vae = Without(load_vae("taesd"), name)
     assert host.compile_vae(vae, host.Request("eager")) == (
         vae,
-        f"not compiled: this ComfyUI's {type(vae).__name__} has no {name}",
+        f"Not compiled: this ComfyUI's {type(vae).__name__} has no {name}",
     )
 
 
@@ -142,14 +142,14 @@ def test_a_control_net_without_what_is_needed_stays_as_it_is(name, load, registr
     control_net = Without(FakeControlNet(load("tiny_sd15")), name)
     ours, text = host.compile_control_net(control_net)
     assert ours is control_net
-    assert text == f"not compiled: this ComfyUI's {type(control_net).__name__} has no {name}"
+    assert text == f"Not compiled: this ComfyUI's {type(control_net).__name__} has no {name}"
 
 
 def test_a_control_net_without_a_patcher_stays_as_it_is(load, registry):
     control_net = Without(FakeControlNet(load("tiny_sd15")), comfy_compat.CONTROL_NET_PATCHER)
     ours, text = host.compile_control_net(control_net)
     assert ours is control_net
-    assert text.startswith("not compiled: ")
+    assert text.startswith("Not compiled: ")
 
 
 @pytest.mark.parametrize("key", comfy_compat.OPTION_KEYS)
@@ -180,7 +180,7 @@ def test_without_a_callbacks_name_no_sampling_is_announced(moment, load, sample,
         patch.delattr(names, moment)
         assert not comfy_compat.announces_samplings()
         ours, _ = compiled(model)
-        assert use_deep_cache(model, Settings(), print)[1].startswith("without DeepCache: ")
+        assert use_deep_cache(model, Settings(), print)[1].startswith("Without DeepCache: ")
     assert_image(sample, ours, model)
 
 

@@ -35,7 +35,7 @@ def assert_same(ours, theirs):
 def test_the_image_is_eagers_at_every_size_from_one_set_of_graphs(model, sample, registry):
     control = control_net(model)
     compiled, text = speed_up(control)
-    assert text.startswith("3 regions, 3 compiled, 0 eager"), text
+    assert text.startswith("Ready: 3 of 3 block types compiled ("), text
     before = totals.eager_calls.copy()
     with totals.expect(compiles=0, retired=0):
         for size in ({}, {"height": 16, "width": 8}, {"batch": 2}, {"tokens": 154}, {"cfg": 1.0}, {"seed": 5}):
@@ -100,7 +100,7 @@ def test_graphs_of_a_file_serve_it_without_compiling(model, sample, registry, mo
     monkeypatch.setattr(process, "registry", lambda: fresh)
     with totals.expect(compiles=0):
         loaded, text = speed_up(control, graphs=stored, source="control")
-        assert text.startswith("3 of 3 regions from control, 0 compiled"), text
+        assert text.startswith("Ready: 3 of 3 block types loaded from control ("), text
         ours = sample(model, "tiny_sd15", **hinted(loaded, 0.8))
     assert_same(ours, sample(model, "tiny_sd15", **hinted(control, 0.8)))
 

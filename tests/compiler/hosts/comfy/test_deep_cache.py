@@ -204,7 +204,7 @@ def test_steps_with_patches_between_blocks_are_whole_and_the_text_says_so(networ
         cache(model.apply_model, call)
     assert (cache.whole, cache.shallow) == (3, 0)
     assert min(seen) >= 32
-    assert f"whole: patch {name}" in cache.text()
+    assert f"The last step was whole because of patch {name}." in cache.text()
 
 
 def test_an_earlier_wrapper_goes_on(network):
@@ -314,15 +314,15 @@ def test_where_nobody_says_that_a_sampling_begins_the_model_comes_back():
     old = Old()
     assert use_deep_cache(old, Settings(), print) == (
         old,
-        "without DeepCache: this ComfyUI does not say when a sampling begins; update it to one of 2025 or newer",
+        "Without DeepCache: this ComfyUI does not say when a sampling begins. Update it to 0.3.10 or newer.",
     )
 
 
 def test_what_a_sampling_did_is_told(model, sample):
     told = []
     sample(cached(model, told, block=0), "tiny_sd15", steps=STEPS)
-    assert told[0].startswith("DeepCache: shallow steps compute")
-    assert "5 of 9 steps were shallow; a shallow step takes" in told[0]
+    assert told[0].startswith("DeepCache: a shallow step computes")
+    assert "5 of 9 steps were shallow. A shallow step is " in told[0]
     assert told[0].endswith("%")
 
 
@@ -339,7 +339,7 @@ def test_a_model_without_deep_blocks_comes_back_as_it_is(load):
         pytest.skip("this ComfyUI does not say when a sampling begins")
     same, text = use_deep_cache(model, Settings(), print)
     assert same is model
-    assert text.startswith("without DeepCache:")
+    assert text.startswith("Without DeepCache:")
 
 
 def test_steps_are_not_recorded_and_the_reason_is_said():

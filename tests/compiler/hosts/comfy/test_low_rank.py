@@ -18,7 +18,7 @@ from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, low_rank
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.low_rank import Lora
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
-from compiled_graphs.compiler.hosts.comfy.texts import NO_BRANCHES
+from compiled_graphs.compiler.hosts.comfy.texts import no_branches
 from compiled_graphs.compiler.identity.low_rank import DOWN, UP
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.runtime import step_replay
@@ -112,7 +112,7 @@ def test_a_comfyui_that_announces_no_samplings_merges_loras(flux, registry, monk
     model, change = flux(FLOAT8, **EXACT), lora(4)
     monkeypatch.setattr(comfy_compat, "_outermost", lambda: None)
     ours, text = host.compile_model(model, host.Request("eager", verify=False, low_rank=True))
-    assert NO_BRANCHES in text
+    assert no_branches() in text
     assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
 
 

@@ -26,7 +26,7 @@ SIZES = [{}, {"height": 9, "width": 5, "batch": 3}, {"tokens": 154, "cfg": 1.0},
 def test_images_of_a_model_are_eagers_at_every_size(name, sizes, load, sample, registry):
     model = load(name)
     compiled, text = host.compile_model(model, host.Request("oneflow"))
-    assert ", 0 eager" in text, text
+    assert "normal speed" not in text, text
     with totals.expect(compiles=0, retired=0):
         for change in sizes:
             assert_same(sample(compiled, name, **change), sample(model, name, **change))
@@ -62,7 +62,7 @@ def changed(patcher, strength):
 def test_images_of_a_vae_are_eagers_in_both_directions(name, load_vae, registry):
     vae = load_vae(name)
     compiled, text = host.compile_vae(vae, host.Request("oneflow"), encode=True)
-    assert ", 0 eager" in text, text
+    assert "normal speed" not in text, text
     with totals.expect(compiles=0, retired=0), torch.inference_mode():
         for batch, height, width in ((1, 4, 6), (2, 3, 5), (1, 4, 6)):
             latent = torch.randn(batch, vae.latent_channels, height, width)
