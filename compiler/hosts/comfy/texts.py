@@ -159,7 +159,7 @@ def duration(seconds: float, digits: int = 1) -> Words:
 def in_words(region: str) -> str:
     """Return a region's class, or a label such as "SpatialTransformer (input_blocks.4.1)", as "spatial transformer"."""
     name = region.partition(" (")[0]
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z0-9])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name.replace("UNet", "Unet")).lower()
 
 
 def left_lines(taken: int, network: nn.Module, set_aside: bool) -> list[Words]:

@@ -108,6 +108,7 @@ def test_a_duration_has_no_more_digits_than_needed(seconds, text):
         ("SpatialTransformer (input_blocks.4.1)", "spatial transformer"),
         ("ResBlock (middle_block.0)", "res block"),
         ("AutoencoderKL", "autoencoder kl"),
+        ("UNetMidBlock3D (decoder.up_blocks.0)", "unet mid block 3d"),
     ],
 )
 def test_regions_in_words(label, words):

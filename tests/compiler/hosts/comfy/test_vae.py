@@ -169,7 +169,7 @@ def test_frames_of_stable_video_diffusion_are_decoded_as_eager_does(load_vae, re
 def test_frames_of_a_video_vae_are_decoded_as_eager_does(name, load_vae, registry):
     vae = load_vae(name)
     compiled, text = compile_eager(vae)
-    assert re.match("Ready: |Ready \\(|Not compiled: |Compiled when ", text)
+    assert re.match("Ready: |Ready \\(|Not compiled: |Compiled when |None of ", text)
     for frames, height, width in [(2, 4, 4), (2, 4, 4), (3, 2, 3), (1, 4, 4)]:
         samples = latent(vae, 1, height, width, (frames,))
         assert_same(decode(compiled, samples), decode(vae, samples))
@@ -470,7 +470,7 @@ def test_an_image_that_only_the_graph_overflows_in_is_eagers(name, value, load_v
     assert_same(decode(compiled), decode(vae))
     spoil(warm, lambda output: output * float(value))
     assert_same(decode(compiled), decode(vae), BOUND / 100)
-    assert told[-1].endswith(f"eager: {BROKEN}")
+    assert told[-1].endswith(f"made again uncompiled. ({BROKEN})")
     assert list(reasons(warm)) == [BROKEN]
 
 
@@ -489,7 +489,7 @@ def test_one_bad_value_after_a_passed_check_is_enough(load_vae, warm):
     with totals.expect(retired=0):
         assert_same(decode(compiled), decode(vae), BOUND / 100)
         assert encode(compiled).isfinite().all()
-    assert len(told) == 2
+    assert [str(BROKEN) in text for text in told[-2:]] == [True, True]
     assert reasons(warm) == {BROKEN: 2}
 
 
@@ -531,7 +531,7 @@ def test_nan_in_the_weights_is_eagers_business(load_vae, warm):
             ours = decode(compiled)
             assert torch.equal(ours.isnan(), theirs.isnan())
             assert_same(ours.nan_to_num(), theirs.nan_to_num())
-    assert told == []
+    assert not any(str(BROKEN) in text for text in told)
 
 
 @pytest.mark.parametrize("name", ["small_kl", "taesd"])
@@ -543,7 +543,7 @@ def test_a_graph_that_fails_its_check_is_retired(name, load_vae, warm):
     with totals.expect(retired=1):
         for _ in range(2):
             assert_same(decode(compiled), decode(vae), BOUND / 100)
-    assert re.search(r"\neager: the graph of \w+ failed its check: relative error", told[-1])
+    assert re.search(r"\(the graph of \w+ failed its check: relative error .*\)$", told[-1])
     assert len(told) == 1
 
 
@@ -753,9 +753,10 @@ def test_a_file_that_cannot_be_loaded_says_what_to_compile(load_vae, warm, monke
 
 def test_each_prompt_is_played_by_the_vae_that_runs(load_vae, warm):
     vae = load_vae("small_kl")
-    workflows = iter("aabb")
-    compiled, _ = compile_eager(vae, workflow=lambda: next(workflows), node_id="7")
-    for _ in range(3):
+    running = ["a"]
+    compiled, _ = compile_eager(vae, workflow=lambda: running[-1], node_id="7")
+    for workflow in "abb":
+        running.append(workflow)
         decode(compiled)
     report = warm.report()["workflows"]
     assert Counter(name for workflow in report.values() for name in workflow["roles"]) == {"7:VAE": 2}
