@@ -1,14 +1,16 @@
-"""A picture of what `benchmarks/step.py --json FILE` measured: each variant's step, and the floor under it.
+"""Pictures of measured times. Needs matplotlib.
 
-    python benchmarks/plot.py FILE PICTURE.png
+    python benchmarks/plot.py benchmarks/current.json docs/gains.png
 
-Of a file made with --grow, how time and memory grow with the work. Needs matplotlib.
+draws the gains that README and `RESULTS.md` show. Of a file that `benchmarks/step.py --json FILE` wrote it draws each
+variant's step and the floor under it; of one made with --grow, how time and memory grow with the work.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib as mpl
@@ -41,10 +43,41 @@ GROWN = {"megapixels": "megapixels", "batch": "batch", "tokens": "tokens of text
 
 def main(source: str, picture: str) -> None:
     """Draw what a file holds."""
-    rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
-    figure, top = (growth(rows), 0.95) if "grows" in rows[0] else (bars(rows), 0.88)
+    text = Path(source).read_text()
+    if text.startswith("{\n"):
+        figure, top = gains(json.loads(text).values()), 1
+    else:
+        rows = [json.loads(line) for line in text.splitlines()]
+        figure, top = (growth(rows), 0.95) if "grows" in rows[0] else (bars(rows), 0.88)
     figure.tight_layout(rect=(0, 0, 1, top))
     figure.savefig(picture)
+
+
+def gains(tables: Iterable[dict]) -> pyplot.Figure:
+    """Draw a panel per table: for each model the time with Compile Model, as a share of the time without."""
+    tables = list(tables)
+    heights = [len(table["rows"]) for table in tables]
+    size = 8.8, 0.36 * sum(heights) + 0.8 * len(tables)
+    figure, panels = pyplot.subplots(len(tables), 1, figsize=size, dpi=150, gridspec_kw={"height_ratios": heights})
+    for axes, table in zip(panels, tables, strict=True):
+        rows = table["rows"][::-1]
+        places = range(len(rows))
+        axes.barh(places, [1] * len(rows), 0.66, color="#dadce0")
+        axes.barh(places, [row["compiled"] / row["normal"] for row in rows], 0.66, color="#1a56b0")
+        for place, row in zip(places, rows, strict=True):
+            times = f"{_figure(row['compiled'], table['unit'])}  ({row['normal'] / row['compiled']:.1f}x)"
+            axes.text(0.01, place, times, va="center", fontsize=8, color="white")
+            axes.text(1.01, place, _figure(row["normal"], table["unit"]), va="center", fontsize=8, color="#5f6368")
+        axes.set_yticks(places, [row["model"].replace("`", "") for row in rows], fontsize=8)
+        axes.set_xticks([])
+        axes.set_xlim(0, 1.1)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title(f"{table['title']}. {table['on']}", fontsize=8, loc="left", x=-0.62, color="#202124")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in ("#1a56b0", "#dadce0")]
+    labels = ["with Compile Model", "normal"]
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=2, loc="lower left")
+    return figure
 
 
 def bars(rows: list[dict]) -> pyplot.Figure:
@@ -89,6 +122,10 @@ def growth(rows: list[dict]) -> pyplot.Figure:
     panels[1][0].set_ylabel("peak GiB, weights included")
     figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, fontsize=8, ncols=3, loc="upper center")
     return figure
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.2f} s" if unit == "s" else f"{value:.3g} ms"
 
 
 def _value(what: str, size: list[int]) -> float:
