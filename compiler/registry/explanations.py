@@ -44,11 +44,11 @@ _EXTENSION = Explanation(
 )
 _UNSTABLE = Explanation(
     "Another extension changes these blocks while the model runs, so that no graph can be made of them.",
-    "另一个扩展在模型运行时不断修改这些块，因此无法为它们生成图。",
+    "另一个扩展在模型运行时不断修改这些块，因此无法为它们生成计算图。",
 )
 _VARYING = Explanation(
     "Something in these blocks changes with every image, so that each would need a graph of its own.",
-    "这些块中有内容随每张图像变化，每次都需要一个单独的图。",
+    "这些块中有内容随每张图像变化，每次都需要一个单独的计算图。",
 )
 _SIZES = Explanation(
     "The code of these blocks does not say which of its numbers are sizes.",
@@ -56,11 +56,11 @@ _SIZES = Explanation(
 )
 _UNKNOWABLE = Explanation(
     "What these blocks compute depends on something that cannot be written down, so no graph is shared for them.",
-    "这些块的计算取决于无法记录下来的内容，因此不为它们共享图。",
+    "这些块的计算取决于无法记录下来的内容，因此不为它们共享计算图。",
 )
 _MEMORY_OF_FRAMES = Explanation(
     "These blocks remember earlier frames from one call to the next, which a graph cannot.",
-    "这些块会在调用之间记住之前的帧，图做不到这一点。",
+    "这些块会在调用之间记住之前的帧，计算图做不到这一点。",
 )
 _COMPILER = Explanation(
     "These blocks cannot be traced or compiled here. They run as they would without this extension.",
@@ -80,7 +80,7 @@ _WORKER = Explanation(
 )
 _CALL = Explanation(
     "A node calls these blocks in a way that a graph cannot serve.",
-    "有节点以图无法支持的方式调用这些块。",
+    "有节点以计算图无法支持的方式调用这些块。",
 )
 _STEPS = Explanation(
     "The blocks run compiled. The step around them is not replayed as one CUDA graph.",
@@ -107,7 +107,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.SIZE_ARGUMENT: _SIZES,
     ReasonCode.DEPENDS_ON_VALUES: Explanation(
         "The model picks what to compute by the values in its tensors, which no graph can know ahead.",
-        "模型根据张量中的数值决定计算内容，任何图都无法预先知道。",
+        "模型根据张量中的数值决定计算内容，任何计算图都无法预先知道。",
     ),
     ReasonCode.MANY_SIGNATURES: _VARYING,
     ReasonCode.NOT_FINITE: Explanation(
@@ -132,7 +132,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ),
     ReasonCode.WEIGHT_TYPE: Explanation(
         "The weights are quantised in a form of their own that a graph cannot read.",
-        "权重采用特有的量化格式，图无法读取。",
+        "权重采用特有的量化格式，计算图无法读取。",
     ),
     ReasonCode.WEIGHT_LAYOUT: Explanation(
         "The checkpoint is quantised in a format that Compiled Graphs does not know yet. Another format of the same "
@@ -167,22 +167,22 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.WRITES_WEIGHTS: _MEMORY_OF_FRAMES,
     ReasonCode.RANDOM: Explanation(
         "These blocks draw random numbers, and a graph would draw others.",
-        "这些块会抽取随机数，而图会抽到不同的随机数。",
+        "这些块会抽取随机数，而计算图会抽到不同的随机数。",
     ),
     ReasonCode.RESULT_TYPE: _COMPILER,
     ReasonCode.BACKEND: _BACKEND,
     ReasonCode.BACKGROUND: Explanation(
         "The graph is being made. These blocks run uncompiled until it is ready.",
-        "图正在生成。完成之前，这些块不编译运行。",
+        "计算图正在生成。完成之前，这些块不编译运行。",
     ),
     ReasonCode.CHECK_FAILED: Explanation(
         "The graph gave another result than the uncompiled block, by more than rounding, so it is not used.",
-        "图的结果与未编译的块相差超过舍入误差，因此不使用它。",
+        "计算图的结果与未编译的块相差超过舍入误差，因此不使用它。",
     ),
     ReasonCode.CONTRACT: _COMPILER,
     ReasonCode.TAKEN_BACK: Explanation(
         "Somebody dropped this graph while the model ran. The next image has it again.",
-        "模型运行时该图被丢弃。下一张图像会重新得到它。",
+        "模型运行时该计算图被丢弃。下一张图像会重新得到它。",
     ),
     ReasonCode.TIMEOUT: _SLOW_COMPILER,
     ReasonCode.HANGS: Explanation(

@@ -12,8 +12,8 @@ from compiled_graphs.compiler.common.reason import ReasonCode
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "web" / "docs"
 HEADINGS = {
-    "": ["When to use it", "Inputs", "Outputs", "What stays eager, and why", "Troubleshooting"],
-    "zh": ["何时使用", "输入", "输出", "哪些部分不编译以及原因", "疑难解答"],
+    "": ["When to use it", "Inputs", "Outputs", "What runs at normal speed, and why", "Troubleshooting"],
+    "zh": ["何时使用", "输入", "输出", "哪些部分以正常速度运行以及原因", "疑难解答"],
 }
 
 
