@@ -42,7 +42,7 @@ function size(bytes) {
 
 const whole = (number) => number.toLocaleString(language());
 const graphs = (number) => (number === 1 ? say("1 graph") : say("{n} graphs", { n: whole(number) }));
-const SAME = 0.03; // a gain or a loss of less than this share is none
+const SAME = 0.05; // a gain or a loss of less than this share is none
 
 // What a factor of speed says to a person, and how it looks.
 function gain(factor) {

@@ -107,7 +107,7 @@ def fact(panel, name):
 
 def gain(factor):
     """What the panel says of a factor of speed."""
-    if abs(factor - 1) < 0.03:
+    if abs(factor - 1) < 0.05:
         return "same speed"
     return f"{factor:.2f}{TIMES} faster" if factor > 1 else f"{1 / factor:.2f}{TIMES} slower"
 

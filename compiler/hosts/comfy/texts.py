@@ -16,8 +16,8 @@ from ...runtime.network_wrapper import NetworkWrapper
 from ...runtime.summary import Summary
 from .low_rank import LowRankBranches
 
-SAME = 0.03
-"""A gain or a loss of less than this share is none."""
+SAME = 0.05
+"""A gain or a loss of less than this share is none: it would be shown as 1.0x."""
 
 
 def status_text(summary: Summary, source: str = "", is_busy: bool = False, samples: bool = False) -> Words:
