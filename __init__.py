@@ -8,13 +8,18 @@ __version__ = "0.1.0"
 
 WEB_DIRECTORY = "./web"
 
-__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "WEB_DIRECTORY"]
+V1_NAMES = ("NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS")
+V3_NAMES = ("comfy_entrypoint",)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the nodes when ComfyUI asks for them: the package also serves programs without ComfyUI."""
-    if name in ("NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"):
+    """Import the nodes when ComfyUI asks for them: the package also serves programs without ComfyUI.
+
+    ComfyUI takes V1's mappings if a package has them, and asks for V3's entry point otherwise. So only one is there.
+    """
+    if name in (*V1_NAMES, *V3_NAMES):
         from . import nodes
 
-        return getattr(nodes, name)
+        if name in (V3_NAMES if nodes.has_v3() else V1_NAMES):
+            return getattr(nodes, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

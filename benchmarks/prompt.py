@@ -76,7 +76,7 @@ def prepare(home: Path, options: argparse.Namespace):
     store.mkdir(parents=True, exist_ok=True)
     home_registry = Registry(GraphCache(FolderStore(str(store)), workers=Workers(worker_setup.setup, HOST)))
     process.registry = lambda: home_registry
-    nodes.NODE_CLASS_MAPPINGS.update(compiled_graphs.NODE_CLASS_MAPPINGS)
+    nodes.NODE_CLASS_MAPPINGS.update(compiled_graphs.nodes.NODE_CLASS_MAPPINGS)
     folder_paths.add_model_folder_path("checkpoints", str(home), is_default=True)
     folder_paths.set_output_directory(str(home))
     write_checkpoint(home / "sd15.safetensors")

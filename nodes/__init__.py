@@ -4,9 +4,11 @@ Importing this registers the folder of graph files, the routes, and handlers for
 no more.
 """
 
+from typing import Any
+
 from ..compiler.hosts.comfy import graph_folder
 from ..web_server import doctor_route, queued_prompt, routes, server_start
-from . import onediff
+from . import onediff, v3_schema
 from .compile_model import CompileModel
 from .compile_report import CompileReport
 from .control_net_speedup import ControlNetSpeedup
@@ -23,6 +25,17 @@ _ALL = (*_NODES, *onediff.unclaimed()) if _IS_FIRST_COPY else ()
 
 NODE_CLASS_MAPPINGS = {node.ID: node for node in _ALL}
 NODE_DISPLAY_NAME_MAPPINGS = {node.ID: node.TITLE for node in _ALL}
+
+
+def has_v3() -> bool:
+    """Whether this ComfyUI takes nodes in the V3 schema."""
+    return v3_schema.latest() is not None
+
+
+async def comfy_entrypoint() -> Any:
+    """Return the nodes as ComfyUI's loader wants them in the V3 schema."""
+    return v3_schema.extension(v3_schema.latest(), _ALL)
+
 
 doctor_route.register()
 if _IS_FIRST_COPY:

@@ -167,7 +167,7 @@ def _graph_row(entry: CacheEntry) -> dict[str, Any]:
         "source": entry.source,
         "seconds": entry.seconds,
         "bytes": entry.size,
-        "timing": asdict(entry.timing) if entry.timing else None,
+        "timing": {"eager": entry.timing.eager, "graph": entry.timing.graph} if entry.timing else None,
     }
 
 

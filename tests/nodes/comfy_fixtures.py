@@ -22,6 +22,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import tiny_models  # noqa: E402
 from comfy_server import ComfyServer  # noqa: E402
 
+
+def choices_of(form: list) -> list[str]:
+    """Return what can be chosen at an input, as a server describes it in the V1 or the V3 schema."""
+    return form[1]["options"] if form[0] == "COMBO" else form[0]
+
+
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for servers: at these sizes, threads mostly wait for one another
 

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import pytest
+from comfy_fixtures import choices_of
 from comfy_server import PromptFailed
 
 
@@ -162,7 +163,8 @@ def test_the_newest_of_a_name_can_be_chosen_and_no_choice_looks_like_a_model(ser
     newest = graph_files / f"tiny_99999_{SUFFIX}"
     shutil.copy(graph_files / name, newest)
     try:
-        (choices, _) = server.get("/object_info/CG_LoadGraph")["CG_LoadGraph"]["input"]["required"]["graph"]
+        node = server.get("/object_info/CG_LoadGraph")["CG_LoadGraph"]
+        choices = choices_of(node["input"]["required"]["graph"])
         assert choices[0].endswith(" (newest)")
         assert {"tiny (newest)", "tiny_99999_", name.removesuffix(SUFFIX)} <= set(choices)
         assert not [choice for choice in choices if choice.endswith(".safetensors")]

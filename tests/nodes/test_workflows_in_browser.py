@@ -187,7 +187,7 @@ def test_the_frontend_can_offer_every_model(name):
 
 def test_a_template_opens_from_the_template_browser(browser, errors):
     browser.evaluate("app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-    browser.get_by_text(EXTENSION, exact=True).click()
+    browser.get_by_role("dialog").get_by_text(EXTENSION, exact=True).click()
     cards = browser.locator("[data-testid^='template-workflow-']")
     cards.nth(len(NAMES) - 1).wait_for(state="attached")
     assert cards.count() == len(NAMES)

@@ -82,5 +82,5 @@ def test_reading_the_registry_changes_nothing(fresh, workflow):
     prompt["2"]["inputs"]["backend"] = "nonsense"
     with pytest.raises(PromptFailed, match="nonsense"):
         fresh.run(prompt)
-    assert "3 compiled" in fresh.run(workflow())["2"]["text"][0]
+    assert "3 of 3 block types compiled" in fresh.run(workflow())["2"]["text"][0]
     assert "on_prompt_handler" not in fresh.log.read_text(), "ComfyUI logs what a handler raises"
