@@ -381,7 +381,8 @@ spec = importlib.util.spec_from_file_location("compiled-graphs", os.path.join(fo
 module = importlib.util.module_from_spec(spec)
 sys.modules["compiled-graphs"] = module
 spec.loader.exec_module(module)
-nodes = len(module.NODE_CLASS_MAPPINGS)
+assert hasattr(module, "NODE_CLASS_MAPPINGS") or hasattr(module, "comfy_entrypoint")
+nodes = len(sys.modules["compiled-graphs.nodes"].NODE_CLASS_MAPPINGS)
 sys.setprofile(None)
 result = {
     "calls": calls, "nodes": nodes, "events": list(events),

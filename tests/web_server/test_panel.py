@@ -207,7 +207,7 @@ def test_what_the_server_refuses_is_shown(page, panel, run):
 def test_help_is_drawn_from_its_markdown(page, panel, run):
     run()
     see_details(panel)
-    panel.get_by_role("button", name="Open the help of the node that made this").click()
+    panel.get_by_role("button", name="Open the help of the node that made this").first.click()
     text = panel.locator(".cg-help")
     see(text, "When to use it")
     assert text.locator("h1").inner_text() == "Compile Model"
