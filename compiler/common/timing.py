@@ -69,12 +69,15 @@ def speed_up(timed: Iterable[tuple[int, Timing]]) -> float | None:
     return sum(count * timing.eager for count, timing in timed) / graphs if graphs else None
 
 
-def gain(kinds: Sequence[tuple[int, Sequence[Timing | None]]], call: CallTime | None) -> Gain | None:
+def gain(
+    kinds: Sequence[tuple[int, Sequence[Timing | None]]], call: CallTime | None, replays: bool = False
+) -> Gain | None:
     """Return what a network gains, or None if nothing was timed.
 
     `kinds` has for each kind of region the number of its blocks and the timings of its graphs. `call` is the size that
-    was called last. An uncompiled call of it takes what the compiled one takes, with the blocks' own time exchanged.
-    Where blocks were timed at another size, or one kind has several graphs, only the blocks can be spoken of.
+    was called last; `replays` says that such calls are replayed without Python. An uncompiled call takes what the
+    compiled one takes, with the blocks' own time exchanged. If blocks were timed at another size, or one kind has
+    several graphs, the result speaks of the blocks only.
     """
     timed = [(blocks, timing) for blocks, timings in kinds for timing in timings if timing]
     own = speed_up(timed)
@@ -85,6 +88,8 @@ def gain(kinds: Sequence[tuple[int, Sequence[Timing | None]]], call: CallTime | 
     if any(timing.shape != call.shape for _, timing in timed):
         return Gain(own, False)
     graphs, eager = (sum(n * getattr(timing, way) for n, timing in timed) for way in ("graph", "eager"))
+    if graphs > call.seconds and not replays:  # the machine was busier when blocks were timed
+        return Gain(own, True)
     rest = max(call.seconds - graphs, 0.0)  # a replayed call can take less than its blocks one by one
     return Gain((rest + eager) / call.seconds, True)
 

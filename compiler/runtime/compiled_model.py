@@ -179,7 +179,8 @@ class CompiledModel:
         kinds = self.kinds()
         timings = [(kind.blocks, [entry.timing for entry in kind.graphs]) for kind in kinds if kind.graphs]
         called = next(reversed(self.pace.figures()), None)
-        return Summary.of(kinds, self.counters, self._supply.loaded, self._supply.compiled, gain(timings, called))
+        measured = gain(timings, called, replays=self.counters.replays > 0)
+        return Summary.of(kinds, self.counters, self._supply.loaded, self._supply.compiled, measured)
 
     @property
     def device(self) -> torch.device:

@@ -214,7 +214,9 @@ def test_what_a_whole_call_gains_has_the_time_outside_of_blocks_in_it():
 
 
 def test_a_replayed_call_takes_less_than_its_blocks_one_by_one():
-    assert gain([(4, [timing_at(0.005, 0.004)])], CALL) == Gain(pytest.approx(2.0), True)
+    kinds = [(4, [timing_at(0.005, 0.004)])]
+    assert gain(kinds, CALL, replays=True) == Gain(pytest.approx(2.0), True)
+    assert gain(kinds, CALL) == Gain(pytest.approx(1.25), True), "the machine was busier when blocks were timed"
 
 
 @pytest.mark.parametrize(
