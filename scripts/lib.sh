@@ -22,6 +22,8 @@ pip() {
     return 1
 }
 pip_from_index() { if [ -n "$TORCH_INDEX" ]; then pip --index-url "$TORCH_INDEX" "$@"; else pip "$@"; fi; }
+# What Python prints on Windows ends in CR and LF, and bash would keep the CR.
+printed() { "$CG_HOME/venv/$BIN/python" "$@" | tr -d '\r'; }
 imports() { "$CG_HOME/venv/$BIN/python" -c "import $1" >/dev/null 2>&1; }
 
 # $1: seconds, the rest: a command. macOS has no `timeout`, and Windows has another program of that name.
@@ -47,7 +49,7 @@ within() {
 
 # How many this process may use; one for each 4 GB of memory at most, which ComfyUI, a server and its worker take.
 cores() {
-    "$CG_HOME/venv/$BIN/python" - <<'PYTHON'
+    printed - <<'PYTHON'
 import os
 
 import psutil
@@ -69,11 +71,8 @@ find_python() {
         return
     fi
     for command in python3 'py -3' python python3.14 python3.13 python3.12 python3.11 python3.10; do
-        # shellcheck disable=SC2086  # `py -3` is two words
-        if is_recent $command; then
-            python=($command)
-            return
-        fi
+        read -r -a python <<<"$command"
+        if is_recent "${python[@]}"; then return; fi
     done
     fail "Python 3.10 or newer is needed, and neither python3, py -3 nor python is one: install it, or set PYTHON to one"
 }
@@ -139,7 +138,7 @@ install_torch() {
 # torch for Windows brings no Triton. Each torch knows one: 2.8 has 3.4, 2.9 3.5, 2.10 and 2.11 3.6, 2.12 and 2.13 3.7.
 install_triton_windows() {
     local below
-    below=$("$CG_HOME/venv/$BIN/python" -c "$TRITON_BELOW") && pip "triton-windows$below" && return
+    below=$(printed -c "$TRITON_BELOW") && pip "triton-windows$below" && return
     say "triton-windows could not be installed: models will run uncompiled"
 }
 
@@ -195,7 +194,7 @@ install_comfyui() {
     stamp=$CG_HOME/venv/comfyui.stamp
     [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
     # Nothing below may replace the torch that is there.
-    "$CG_HOME/venv/$BIN/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$CG_HOME/constraints.txt"
+    printed -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$CG_HOME/constraints.txt"
     pip 'setuptools<81' wheel
     if [ -n "$1" ]; then
         say "installing what ComfyUI in $1 needs"
@@ -221,7 +220,7 @@ install_requirements() {
     pip -c "$CG_HOME/constraints.txt" -r "$CG_HOME/requirements.txt"
     grep -iE "^($alone)$end" "$1" >"$CG_HOME/requirements.txt" || return 0
     pip --no-deps -r "$CG_HOME/requirements.txt"
-    "$CG_HOME/venv/$BIN/python" -c "$TEMPLATES_WITHOUT_PICTURES" >"$CG_HOME/requirements.txt"
+    printed -c "$TEMPLATES_WITHOUT_PICTURES" >"$CG_HOME/requirements.txt"
     pip --no-deps -r "$CG_HOME/requirements.txt"
 }
 
@@ -256,6 +255,6 @@ install_tests() {
     stamp=$CG_HOME/venv/tests.stamp
     want="$ROOT $(cksum <"$ROOT/pyproject.toml")"
     [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
-    pip -e "$ROOT[test]" --no-build-isolation
+    pip -e "${ROOT}[test]" --no-build-isolation
     printf '%s' "$want" >"$stamp"
 }

@@ -20,12 +20,12 @@ LIB = ROOT / "scripts" / "lib.sh"
 pytestmark = pytest.mark.skipif(not shutil.which("bash") or os.name == "nt", reason="needs bash")
 
 # With $NO_OLD_TORCHVISION it refuses 0.16.2, as pip does on Python 3.12 and newer. It imports any package it accepted.
-# $TORCH is the version of torch that it has.
+# $TORCH is the version of torch that it has. Its lines end as on Windows.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *sys.version_info*) exit 0 ;;
-    *'{8: "<3.5"'*) echo "<3.7" ;;
-    "-c "*"from importlib.metadata"*) echo "torch==${TORCH:-2.13.0}" ;;
+    *'{8: "<3.5"'*) printf '<3.7\\r\\n' ;;
+    "-c "*"from importlib.metadata"*) printf 'torch==%s\\r\\n' "${TORCH:-2.13.0}" ;;
     "-c import "*) grep -q "${2#import }" "$CG_HOME/asked" ;;
     *torchvision==0.16.2*) [ -z "${NO_OLD_TORCHVISION:-}" ] && echo "$@" >>"$CG_HOME/asked" ;;
     "-m pip install"*) echo "$@" >>"$CG_HOME/asked" ;;
@@ -77,9 +77,11 @@ class Machine:
         )
 
     def noted(self, name: str) -> str:
-        """Return what the fakes wrote into a file."""
+        """Return what the fakes wrote into a file. No argument of theirs may have kept the end of a line of Windows."""
         path = self.home / name
-        return path.read_text() if path.exists() else ""
+        text = path.read_bytes().decode() if path.exists() else ""
+        assert "\r" not in text
+        return text
 
 
 @pytest.fixture
