@@ -34,7 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compiled_graphs")
     commands = parser.add_subparsers(required=True, dest="command")
-    doctor = commands.add_parser("doctor", help="check what compiling needs here, and say what to do about the rest")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what compiling needs here, and say what to do about the rest",
+        description="Each line begins with ok, with -- for what is not there and not needed, or with !! for a fault.",
+    )
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--comfyui", metavar="FOLDER", type=Path, help="ComfyUI's code, if it is not found")
     for name in ("base", "user"):
