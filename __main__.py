@@ -34,8 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="compiled_graphs")
     commands = parser.add_subparsers(required=True, dest="command")
-    doctor = commands.add_parser("doctor", help="check what compiling needs here, and say what to do about the rest")
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what compiling needs here, and say what to do about the rest",
+        description="Each line begins with ok, with -- for what is not there and not needed, or with !! for a fault.",
+    )
     doctor.set_defaults(run=_doctor)
+    doctor.add_argument("--comfyui", metavar="FOLDER", type=Path, help="ComfyUI's code, if it is not found")
+    for name in ("base", "user"):
+        given = f"what ComfyUI is given as --{name}-directory, if anything"
+        doctor.add_argument(f"--{name}-directory", metavar="FOLDER", type=Path, help=given)
     trust = commands.add_parser("trust", help="let this machine run the graphs of a file that another machine made")
     trust.add_argument("file", type=Path)
     trust.set_defaults(run=_trust)
@@ -66,10 +74,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from .compiler.hosts.comfy.doctor_facts import on_disk
     from .compiler.registry.doctor import examine
 
-    facts = examine(on_disk(Path(__file__).absolute().parent))
+    package = Path(__file__).absolute().parent
+    facts = examine(on_disk(package, options.comfyui, options.base_directory, options.user_directory))
     for fact in facts:
-        line = f"{fact.name}: {fact.text}"
-        _say(f"ok   {line}" if fact.ok else f"bad  {line}. {fact.remedy}")
+        mark = "!!" if not fact.ok else "ok" if fact.present else "--"
+        _say(f"{mark}  {fact.name}: {fact.text}{'' if fact.ok else f'. {fact.remedy}'}")
     return 0 if all(fact.ok for fact in facts) else 1
 
 

@@ -65,7 +65,7 @@ class ComfyServer:
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),
             "PYTHONUNBUFFERED": "1",
         }
-        log = self.log.open("w")
+        log = self.log.open("w", encoding="utf-8")
         self._process = subprocess.Popen(
             self._command(), cwd=self._comfyui or self.home, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
@@ -77,7 +77,7 @@ class ComfyServer:
             except OSError:
                 time.sleep(0.25)
         self.stop()
-        raise RuntimeError(f"ComfyUI did not start; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+        raise RuntimeError(f"ComfyUI did not start; {self._end_of_log()}")
 
     def stop(self) -> None:
         """End the server."""
@@ -125,7 +125,7 @@ class ComfyServer:
                     raise PromptFailed(json.dumps(entry["status"]["messages"])[-2000:])
                 return entry
             if self._process is not None and self._process.poll() is not None:
-                raise RuntimeError(f"ComfyUI ended; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+                raise RuntimeError(f"ComfyUI ended; {self._end_of_log()}")
             time.sleep(0.05)
         raise PromptFailed(f"no result after {PROMPT_LIMIT:g} s")
 
@@ -143,6 +143,9 @@ class ComfyServer:
         with urllib.request.urlopen(f"{self.address}/view?{query}", timeout=60) as answer:
             return answer.read()
 
+    def _end_of_log(self) -> str:
+        return f"the end of {self.log}:\n{self.log.read_text('utf-8', 'replace')[-2000:]}"
+
     def _command(self) -> list[str]:
         common = [*_device_arguments(), "--listen", "127.0.0.1", "--port", str(self._port), *self._arguments]
         if not self._comfyui:
@@ -151,7 +154,7 @@ class ComfyServer:
         return [sys.executable, str(Path(self._comfyui, "main.py")), *common, *self._folder_arguments()]
 
     def _folder_arguments(self) -> list[str]:
-        known = Path(self._comfyui, "comfy", "cli_args.py").read_text()
+        known = Path(self._comfyui, "comfy", "cli_args.py").read_text(encoding="utf-8")
         if "--base-directory" in known:
             return ["--base-directory", str(self.home), "--database-url", "sqlite:///:memory:"][
                 : 4 if "--database-url" in known else 2

@@ -326,11 +326,32 @@ def test_backends_are_listed_with_versions_or_reasons(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
 def test_doctor_prints_a_line_per_fact_and_returns_a_status(monkeypatch, capsys, ok, status):
-    facts = [doctor.Fact("torch", "2.8.0"), doctor.Fact("store", "a\x1b[2Jb", ok, "" if ok else "Make room.")]
+    facts = [
+        doctor.Fact("torch", "2.8.0"),
+        doctor.Fact("oneflow", "not installed", present=False),
+        doctor.Fact("store", "a\x1b[2Jb", ok, "" if ok else "Make room."),
+    ]
     monkeypatch.setattr(doctor, "examine", lambda around: facts)
     assert main(["doctor"]) == status
-    store = "ok   store: a?[2Jb" if ok else "bad  store: a?[2Jb. Make room."
-    assert capsys.readouterr().out.splitlines() == ["ok   torch: 2.8.0", store]
+    store = "ok  store: a?[2Jb" if ok else "!!  store: a?[2Jb. Make room."
+    assert capsys.readouterr().out.splitlines() == ["ok  torch: 2.8.0", "--  oneflow: not installed", store]
+
+
+def test_the_doctor_is_told_where_comfyuis_folders_are(tmp_path, monkeypatch, capsys):
+    """In containers the code and the folders of models and users are often in two places."""
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE", raising=False)
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "trust"))
+    code, base, user = tmp_path / "code", tmp_path / "base", tmp_path / "user"
+    code.mkdir()
+    (code / "comfyui_version.py").write_text('__version__ = "0.33.0"\n')
+    (base / "custom_nodes" / "teacache").mkdir(parents=True)
+    main(["doctor", "--comfyui", str(code), "--base-directory", str(base)])
+    out = capsys.readouterr().out
+    assert f"ok  ComfyUI: 0.33.0, in {code}, with its folders in {base}\n" in out
+    assert f"ok  store: {base / 'user' / 'compiled_graphs'}, 0 graphs" in out
+    assert "ok  TeaCache: teacache" in out
+    main(["doctor", "--comfyui", str(code), "--user-directory", str(user)])
+    assert f"ok  store: {user / 'compiled_graphs'}, 0 graphs" in capsys.readouterr().out
 
 
 def test_the_doctor_looks_at_this_machine(tmp_path, monkeypatch, capsys):
@@ -340,4 +361,4 @@ def test_the_doctor_looks_at_this_machine(tmp_path, monkeypatch, capsys):
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len({line.split(":")[0] for line in lines}) > len(BACKENDS)
-    assert any(line.startswith(f"bad  store: {tmp_path}") for line in lines)
+    assert any(line.startswith(f"!!  store: {tmp_path}") for line in lines)

@@ -390,10 +390,10 @@ class RegistryPanel {
     return this.section("machine", "cg-card cg-machine", summary, () =>
       div(
         "",
-        this.doctor.map(({ name, text, ok, remedy }) =>
+        this.doctor.map(({ name, text, ok, remedy, present }) =>
           div(
             "cg-fact",
-            element("i", { className: ok ? "pi pi-check cg-good" : "pi pi-times cg-bad" }),
+            icon(!ok ? "times cg-bad" : present === false ? "minus cg-muted" : "check cg-good"),
             div("", element("strong", {}, name), ` ${text}`, remedy ? div("cg-muted", remedy) : null),
           ),
         ),

@@ -17,7 +17,7 @@ DOCTOR = "/compiled_graphs/doctor"
 def register() -> None:
     """Add `GET /compiled_graphs/doctor` to ComfyUI's server, if there is a server and no other copy has done so.
 
-    The answer is a list of `{"name", "text", "ok", "remedy"}`, one for each fact of `compiler.doctor`.
+    The answer is a list of `{"name", "text", "ok", "remedy", "present"}`, one for each fact of `registry.doctor`.
     """
     server = prompt_server()
     if server is None or has_route(server, DOCTOR):

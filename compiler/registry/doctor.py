@@ -43,6 +43,8 @@ class Fact:
     ok: bool = True
     remedy: str = ""
     """What to do, in sentences. Empty if nothing is wrong."""
+    present: bool = True
+    """Whether what the fact names is there. If it is not there and nobody needs it, the fact is ok as well."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Surroundings:
     """Folder or URL of the compiled graphs."""
     host: str = ""
     """The host's version and place in words. Empty if there is no host."""
+    host_known: bool = True
+    """Whether the host's code was found, and not its folders alone."""
     extensions: tuple[Path, ...] = ()
     """Folders of all extensions that are installed beside this package."""
 
@@ -107,9 +111,9 @@ def _gpu(around: Surroundings) -> Fact:
         return Fact("GPU", f"{device.type}, for which there are no graphs", False, remedy)
     names = _nvidia("name")
     if not names:
-        return Fact("GPU", "none; models are compiled for the CPU")
+        return Fact("GPU", "none; models are compiled for the CPU", present=False)
     if torch.cuda.is_available():
-        return Fact("GPU", f"{names[0]}, not used: models run on the CPU")
+        return Fact("GPU", f"{names[0]}, not used: models run on the CPU", present=False)
     remedy = "Update NVIDIA's driver." if torch.version.cuda else "Install a build of torch with CUDA (pytorch.org)."
     return Fact("GPU", f"{names[0]}, which torch cannot use", False, remedy)
 
@@ -132,7 +136,7 @@ def _nvidia(field: str) -> list[str]:
 
 def _triton(around: Surroundings) -> Fact:
     if around.device.type != "cuda":
-        return Fact("Triton", "not needed without a GPU")
+        return Fact("Triton", "not needed without a GPU", present=False)
     try:
         import triton
     except ModuleNotFoundError:
@@ -159,7 +163,7 @@ def _compiler(around: Surroundings) -> Fact:
     if around.device.type == "cpu":
         return _cpp_compiler()
     if around.device.type != "cuda" or not _triton_compiles():
-        return Fact("compiler", "not needed")
+        return Fact("compiler", "not needed", present=False)
     named = os.environ.get("CC")
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, C_COMPILERS)), None)
     if found is None:
@@ -173,7 +177,9 @@ def _cpp_compiler() -> Fact:
     if found is None:
         which = "Visual Studio Build Tools" if os.name == "nt" else "g++ or clang"
         return Fact("compiler", "no C++ compiler was found", False, f"Install {which}, or set CXX to one.")
-    return Fact("compiler", shutil.which(found) or found or "not looked for: this torch does not say which it takes")
+    if not found:
+        return Fact("compiler", "not looked for: this torch does not say which it takes", present=False)
+    return Fact("compiler", shutil.which(found) or found)
 
 
 def _headers(around: Surroundings) -> Fact:
@@ -182,7 +188,7 @@ def _headers(around: Surroundings) -> Fact:
     if path.is_file():
         return Fact("Python headers", str(path))
     if not needed:
-        return Fact("Python headers", "not needed")
+        return Fact("Python headers", "not needed", present=False)
     remedy = "Install the python3-dev package of this Python."
     if os.name == "nt":  # the Python of ComfyUI's portable build has none
         remedy = "Copy the folders Include and libs from an installed Python of the same version."
@@ -198,11 +204,11 @@ def _backend(around: Surroundings, name: str) -> Fact:
         return Fact(name, " ".join(filter(None, [f"can be used on {around.device.type}", notes])).rstrip("."))
     if name == "inductor":
         return Fact(name, f"cannot be used on {around.device.type}", False, reason)
-    return Fact(name, reason.rstrip("."))
+    return Fact(name, reason.rstrip("."), present=False)
 
 
 def _host(around: Surroundings) -> Fact:
-    return Fact("ComfyUI", around.host or "none found from here")
+    return Fact("ComfyUI", around.host or "none found from here", present=bool(around.host) and around.host_known)
 
 
 def _store(around: Surroundings) -> Fact:
@@ -231,7 +237,7 @@ def _key(around: Surroundings) -> Fact:
     except FileNotFoundError:
         if problem := _unwritable(trust.folder):
             return Fact("key file", f"{path} cannot be made ({problem})", False, elsewhere)
-        return Fact("key file", f"{path} is made with the first graph")
+        return Fact("key file", f"{path} is made with the first graph", present=False)
     except OSError as error:
         return Fact("key file", f"{path} cannot be read ({error.strerror or error})", False, elsewhere)
     if size != KEY_BYTES:

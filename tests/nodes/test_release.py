@@ -41,7 +41,7 @@ def test_a_server_loads_the_unpacked_archive(unpacked, tmp_path, start_server, m
     assert (tmp_path / "home" / "custom_nodes" / "compiled-graphs").resolve() == unpacked.resolve()
     by_name = {fact["name"]: fact for fact in facts}
     assert by_name.keys() >= {"torch", "GPU", "Triton", "compiler", "ComfyUI", "store", "key file", "inductor"}
-    assert all(set(fact) == {"name", "text", "ok", "remedy"} for fact in facts)
+    assert all(set(fact) == {"name", "text", "ok", "remedy", "present"} for fact in facts)
     assert by_name["store"]["text"].startswith(str(tmp_path / "home" / "graphs"))
     assert by_name["ComfyUI"]["text"].split(",")[0].count(".") == 2
     assert by_name["other compilers"]["text"] == "none known among 1 extensions"

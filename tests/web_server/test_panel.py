@@ -272,8 +272,9 @@ HOSTILE = {
 
 def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
     facts = [
-        {"name": "torch", "text": "2.8.0", "ok": True, "remedy": ""},
-        {"name": "Triton", "text": MARKUP, "ok": False, "remedy": "pip install triton"},
+        {"name": "torch", "text": "2.8.0", "ok": True, "remedy": "", "present": True},
+        {"name": "oneflow", "text": "not here", "ok": True, "remedy": "", "present": False},
+        {"name": "Triton", "text": MARKUP, "ok": False, "remedy": "pip install triton", "present": True},
     ]
     page.route("**/compiled_graphs/registry?*", lambda route: route.fulfill(json=HOSTILE))
     page.route("**/compiled_graphs/doctor", lambda route: route.fulfill(json=facts))
@@ -282,6 +283,8 @@ def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
     see(panel, "1 thing to look at")
     panel.get_by_text("This machine").click()
     see(panel, "pip install triton")
+    icons = panel.locator(".cg-fact i").evaluate_all("found => found.map((icon) => icon.className)")
+    assert icons == ["pi pi-check cg-good", "pi pi-minus cg-muted", "pi pi-times cg-bad"]
     panel.get_by_text("1 graph", exact=True).click()
     assert panel.get_by_text(MARKUP).count() >= 3
     assert panel.locator("img").count() == 0

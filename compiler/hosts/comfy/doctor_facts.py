@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -19,35 +20,65 @@ def running() -> Surroundings:
 
     from .process import registry
 
+    code = Path(folder_paths.__file__).parent
     return Surroundings(
         comfy_compat.torch_device(),
         os.environ.get("COMPILED_GRAPHS_STORE") or registry().cache.store.place,
-        _text(Path(folder_paths.__file__).parent),
-        tuple(path for place in comfy_compat.extension_folders() for path in _folders(Path(place))),
+        _text(code, Path(getattr(folder_paths, "base_path", code))),
+        extensions=tuple(path for place in comfy_compat.extension_folders() for path in _folders(Path(place))),
     )
 
 
-def on_disk(package: Path) -> Surroundings:
+def on_disk(
+    package: Path, code: Path | None = None, base: Path | None = None, user: Path | None = None
+) -> Surroundings:
     """Return what files tell of the ComfyUI in whose `custom_nodes` this package lies, if it lies in one.
 
-    Without one, the store is the one that diffusers' pipelines use.
+    `code` is the folder of ComfyUI's main.py, `base` and `user` are what it was given as --base-directory and
+    --user-directory. Without any ComfyUI, the store is the one that diffusers' pipelines use.
     """
-    root = package.parents[1] if package.parent.name == "custom_nodes" else None
+    base = base or _above(package) or code
     store = os.environ.get("COMPILED_GRAPHS_STORE")
-    if root is None:
+    if base is None:
         from ..diffusers.pipeline import registry
 
         return Surroundings(usual_device(), store or registry().cache.store.place, _installed())
-    default = root / "user" / "compiled_graphs"
-    return Surroundings(usual_device(), store or str(default), _text(root), tuple(_folders(package.parent)))
+    code = code or next(filter(_is_code, (base, *_other_places(package))), None)
+    store = store or str((user or base / "user") / "compiled_graphs")
+    text = _text(code, base) or f"its folders are in {base}, its code is elsewhere: name that with --comfyui FOLDER"
+    known = code is not None or bool(_installed())
+    return Surroundings(usual_device(), store, text, known, tuple(_folders(base / "custom_nodes")))
 
 
-def _text(root: Path) -> str:
-    """Return the version and place of a ComfyUI, in words."""
-    version = next(filter(None, map(_version_in, (root / "comfyui_version.py", root / "pyproject.toml"))), None)
+def _above(package: Path) -> Path | None:
+    """Return the folder that has the `custom_nodes` in which a package lies, if it lies in one."""
+    return package.parents[1] if package.parent.name == "custom_nodes" else None
+
+
+def _other_places(package: Path) -> list[Path]:
+    """Return where ComfyUI's code may be, if its folders are elsewhere (--base-directory, a linked package)."""
+    named = os.environ.get("COMFYUI_PATH")
+    places = [Path(named) if named else None, _above(package.resolve()), Path.cwd(), *map(Path, sys.path)]
+    return [place for place in places if place is not None]
+
+
+def _is_code(place: Path) -> bool:
+    return _version(place) is not None or (place / "comfy" / "cli_args.py").is_file()
+
+
+def _text(code: Path | None, base: Path) -> str:
+    """Return the version and place of a ComfyUI in words, or nothing if its code is nowhere."""
+    version = code and _version(code)
     if version is None and (installed := _installed()):
         return installed
-    return f"{version or 'of 2024, without a version'}, in {root}"
+    if code is None:
+        return ""
+    folders = "" if base.resolve() == code.resolve() else f", with its folders in {base}"
+    return f"{version or 'of 2024, without a version'}, in {code}{folders}"
+
+
+def _version(code: Path) -> str | None:
+    return next(filter(None, map(_version_in, (code / "comfyui_version.py", code / "pyproject.toml"))), None)
 
 
 def _version_in(path: Path) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.identity.fingerprint import Describer, fingerprint, string_constants_of, tensor_attributes
+from generated import run_text
 from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
 from torch import nn
 
@@ -458,20 +459,13 @@ def test_strings_come_from_helpers_and_submodules_too(load):
 
 def test_class_without_source_has_a_fingerprint():
     text = "class Block(Base):\n    def forward(self, x):\n        return x * {}\n"
-    blocks = []
-    for factor in ("self.two", "self.three"):
-        scope = {"Base": nn.Module, "__name__": "generated"}
-        exec(text.format(factor), scope)
-        blocks.append(scope["Block"]())
+    blocks = [run_text(text.format(factor), {"Base": nn.Module})["Block"]() for factor in ("self.two", "self.three")]
     assert of(blocks[0]) != of(blocks[1])
 
 
 def test_constants_of_a_class_without_source_matter():
-    blocks = []
-    for factor in (2, 3):
-        scope = {"Base": nn.Module, "__name__": "generated"}
-        exec(f"class Block(Base):\n    def forward(self, x):\n        return x * {factor}\n", scope)
-        blocks.append(scope["Block"]())
+    text = "class Block(Base):\n    def forward(self, x):\n        return x * {}\n"
+    blocks = [run_text(text.format(factor), {"Base": nn.Module})["Block"]() for factor in (2, 3)]
     assert of(blocks[0]) != of(blocks[1])
 
 
@@ -511,9 +505,7 @@ def test_shared_objects_are_described_once():
 
 def from_an_extension(name, source):
     """Return a function whose module is not a library."""
-    scope = {"__name__": "extension", "CALLS": []}
-    exec(source, scope)
-    return scope[name]
+    return run_text(source, {"__name__": "extension", "CALLS": []})[name]
 
 
 @pytest.mark.parametrize("owner", [nn.Module, torch, torch.nn.functional, torch.Tensor])

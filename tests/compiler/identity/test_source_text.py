@@ -15,6 +15,7 @@ import pytest
 from compiled_graphs.compiler.identity import source_text
 from compiled_graphs.compiler.identity.source import read_source
 from compiled_graphs.compiler.identity.source_text import running_source
+from generated import run_text
 
 NUMBERS = itertools.count()
 
@@ -298,8 +299,7 @@ def test_replaced_code_is_looked_up_again(module):
 
 def test_code_without_a_file_comes_from_linecache():
     text = "class Cell:\n    def forward(self, x):\n        return x + 1\n"
-    namespace = {"__name__": "a_notebook"}
-    exec(compile(text, "<cell 1>", "exec", dont_inherit=True), namespace)
+    namespace = run_text(text, {"__name__": "a_notebook"}, file_name="<cell 1>")
     with pytest.raises(OSError, match="cell 1"):
         running_source(namespace["Cell"])
     linecache.cache["<cell 1>"] = (len(text), None, text.splitlines(keepends=True), "<cell 1>")

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS
+from compiled_graphs.compiler.hosts.comfy import doctor_facts
 from compiled_graphs.compiler.hosts.comfy.doctor_facts import on_disk
 from compiled_graphs.compiler.identity.graph_spec import GraphSpec
 from compiled_graphs.compiler.registry import doctor
@@ -87,6 +88,7 @@ def test_good_machine_gives_one_line_per_fact(around):
     names = ["torch", "GPU", "Triton", "compiler", "Python headers", "ComfyUI", "store", "key file", *BACKENDS]
     assert [fact.name for fact in facts] == names
     assert all(fact.ok and fact.text and not fact.remedy and "\n" not in fact.text for fact in facts)
+    assert [fact.name for fact in facts if not fact.present] == ["GPU", "Triton", "ComfyUI", "key file"]
 
 
 def test_looking_changes_nothing(around, tmp_path):
@@ -142,7 +144,7 @@ def test_gpu_that_comfyui_must_not_use_is_no_fault(around, tmp_path, monkeypatch
 @POSIX
 def test_a_driver_that_fails_counts_as_none(around, tmp_path):
     script(tmp_path / "bin" / "nvidia-smi", "echo NVIDIA-SMI has failed; exit 9")
-    assert fact(around, "GPU") == Fact("GPU", "none; models are compiled for the CPU")
+    assert fact(around, "GPU") == Fact("GPU", "none; models are compiled for the CPU", present=False)
 
 
 @POSIX
@@ -194,7 +196,13 @@ def test_inductor_is_needed_and_says_what_it_lacks(around, monkeypatch):
 def test_oneflow_may_be_missing(around, monkeypatch):
     monkeypatch.setattr(type(BACKENDS["oneflow"]), "available", lambda self, device: "OneFlow is not there.")
     assert bad(around) == []
-    assert fact(around, "oneflow").text == "OneFlow is not there"
+    assert fact(around, "oneflow") == Fact("oneflow", "OneFlow is not there", present=False)
+
+
+def test_float8_on_a_device_without_it_is_not_called_present(around, monkeypatch):
+    monkeypatch.setattr(type(BACKENDS["inductor_fp8"]), "available", lambda self, device: "It needs Ada.")
+    assert fact(around, "inductor_fp8") == Fact("inductor_fp8", "It needs Ada", present=False)
+    assert fact(around, "inductor").present
 
 
 def test_failing_check_hides_no_other_fact(on_gpu, monkeypatch):
@@ -303,6 +311,52 @@ def test_comfyui_on_disk_says_its_version_and_store(comfyui):
 def test_comfyui_of_2024_has_its_version_in_pyproject(comfyui):
     (comfyui.parents[1] / "pyproject.toml").write_text('[project]\nname = "ComfyUI"\nversion = "0.2.3"\n')
     assert on_disk(comfyui).host.startswith("0.2.3, ")
+
+
+@pytest.fixture
+def apart(comfyui, tmp_path):
+    """Put ComfyUI's code elsewhere than the folders that --base-directory names. Return the code's folder."""
+    code = tmp_path / "code"
+    (code / "custom_nodes").mkdir(parents=True)
+    (code / "comfyui_version.py").write_text('__version__ = "0.33.0"\n')
+    return code
+
+
+def test_code_that_is_not_beside_its_folders_is_not_guessed_at(around, comfyui, apart, tmp_path, monkeypatch):
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor_facts, "_installed", str)
+    found = on_disk(comfyui)
+    told = fact(dataclasses.replace(around, host=found.host, host_known=found.host_known), "ComfyUI")
+    assert told.ok
+    assert not told.present
+    assert str(comfyui.parents[1]) in told.text
+    assert "--comfyui" in told.text
+    assert "version" not in told.text
+
+
+@pytest.mark.parametrize("way", ["named", "variable", "folder", "path", "link"])
+def test_code_apart_from_its_folders_is_found(comfyui, apart, tmp_path, monkeypatch, way):
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.chdir(apart if way == "folder" else tmp_path)
+    monkeypatch.setattr(sys, "path", [str(apart)] if way == "path" else [])
+    if way == "variable":
+        monkeypatch.setenv("COMFYUI_PATH", str(apart))
+    if way == "link":
+        (apart / "custom_nodes" / comfyui.name).mkdir()
+        comfyui.rmdir()
+        comfyui.symlink_to(apart / "custom_nodes" / comfyui.name)
+    found = on_disk(comfyui, apart if way == "named" else None)
+    assert found.host == f"0.33.0, in {apart}, with its folders in {comfyui.parents[1]}"
+    assert found.host_known
+    assert found.store == str(comfyui.parents[1] / "user" / "compiled_graphs")
+
+
+def test_the_folders_of_a_package_outside_of_custom_nodes_can_be_named(tmp_path, apart, monkeypatch):
+    found = on_disk(tmp_path / "site-packages" / "compiled_graphs", apart, tmp_path / "base", tmp_path / "users")
+    assert found.store == str(tmp_path / "users" / "compiled_graphs")
+    assert found.extensions == ()
 
 
 def test_the_environment_names_the_store(comfyui, monkeypatch):
