@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 NEEDED = {"node_id", "display_name", "category", "inputs", "outputs", "hidden", "description", "search_aliases",
-          "is_output_node", "is_deprecated"}  # fmt: skip
+          "is_output_node", "is_deprecated", "not_idempotent"}  # fmt: skip
 """Fields of `io.Schema` that a description fills. The V3 of 2025 lacks some, and V1 loses nothing there."""
 WIDGETS = {"BOOLEAN": "Boolean", "INT": "Int", "FLOAT": "Float", "STRING": "String"}
 
@@ -75,6 +75,8 @@ def _schema(io: Any, node: Any) -> Any:
         search_aliases=list(getattr(node, "SEARCH_ALIASES", [])),
         is_output_node=getattr(node, "OUTPUT_NODE", False),
         is_deprecated=getattr(node, "DEPRECATED", False),
+        # With V1 a node that wants its id never gets what an equal node made. V3 has to be told.
+        not_idempotent="unique_id" in described.get("hidden", {}),
         inputs=[
             _input(io, name, form, optional)
             for group, optional in groups
