@@ -103,7 +103,7 @@ class SVDSpeedup(_Speedup):
     INPUTS = {
         "required": {"model": ("MODEL", {"tooltip": "The video model to compile."})},
         "optional": {  # not required, because workflows from before April 2024 have neither of the first two
-            "inplace": ignored([False, True]),
+            "inplace": INPLACE,
             "cache_name": (
                 "STRING",
                 {"default": "svd", "tooltip": "Has no effect: graphs are found by what they are."},
