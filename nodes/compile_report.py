@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import folder_paths
 import numpy
 import torch
 
 from ..compiler.common.words import Words, join, say
 from ..web_server import events
 from .inputs import ANY
+from .preview import save_preview
 from .report_picture import Row, Section, draw
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class CompileReport:
         text = join([join([section.title, section.lines[0]], ": ") for section in sections])
         events.show(unique_id, text)
         image = torch.from_numpy(numpy.asarray(picture, dtype=numpy.float32) / 255)[None]
-        return {"ui": {"images": [_preview(picture)], "text": [text]}, "result": (image,)}
+        return {"ui": {"images": [save_preview(picture, "compile_report")], "text": [text]}, "result": (image,)}
 
 
 def _language() -> str:
@@ -154,13 +153,3 @@ def _origin(source: str, seconds: float) -> Words:
     if source == "file":
         return say("loaded from a file, {took}", took=took)
     return say("compiled, {took}", took=took)
-
-
-def _preview(picture: Any) -> dict[str, str]:
-    """Save a picture among ComfyUI's temporary ones; return the reference by which the frontend finds it."""
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-        "compile_report", folder_paths.get_temp_directory(), picture.width, picture.height
-    )
-    file = f"{name}_{counter:05}_.png"
-    picture.save(os.path.join(folder, file))
-    return {"filename": file, "subfolder": subfolder, "type": "temp"}

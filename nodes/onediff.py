@@ -16,76 +16,35 @@ from ..compiler.common.words import join, say
 from ..compiler.hosts.comfy.graph_folder import choices
 from ..compiler.storage.graph_file import SUFFIX
 from ..web_server import events
-from . import inputs
+from . import inputs, onediff_checks, onediff_prompt, onediff_quantised
 from .compile_model import CompileModel
 from .compile_node import CompileNode
-from .control_net_speedup import ControlNetSpeedup
+from .control_net_speedup import ControlNetSpeedup as OurControlNetSpeedup
 from .deep_cache import STEPS, settings, with_deep_cache
 from .graph_files import LoadGraph, SaveGraph
+from .onediff_node import INPLACE, SAME, STATIC_MODE, OldNode, apart, checkpoints, ignored, load_checkpoint, with_lines
 from .vae_speedup import VAESpeedup
 
-CATEGORY = "compiled graphs/OneDiff workflows"
 NO_BOOSTER = say("Boosters have no effect: Inductor compiles the blocks.")
 ANY_BATCH = say("Nothing to do: the same graphs serve every batch size.")
-SAME = "From OneDiff's workflows. Use {} instead: this does the same."
-
-
-def _ignored(kind: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return an input that has no effect."""
-    return kind, {**options, "tooltip": "Has no effect."}
-
 
 _BOOSTER = ("CUSTOM_BOOSTER", {"tooltip": "Accepted from old workflows; has no effect."})
-_INPLACE = _ignored("BOOLEAN", default=True, label_on="yes", label_off="no")
-_SWITCH = (["disable", "enable"], {"tooltip": "Whether the VAE's decoder is compiled as well."})
-_STATIC = _ignored(["enable", "disable"])
-
-_OUTPUTS = {
-    "MODEL": "The model, to be used as it is.",
-    "CLIP": "The text encoder, as the checkpoint has it.",
-    "VAE": "The VAE, to be used as it is.",
-    "CONTROL_NET": "The ControlNet with compiled blocks.",
-    "CUSTOM_BOOSTER": "For nodes of OneDiff's workflows.",
-    "DeepCacheBooster": "Settings of DeepCache.",
-    "QuantizationBooster": "Has no effect.",
-    "TorchCompileBooster": "Has no effect.",
-}
+_VAE_SWITCH = (["disable", "enable"], {"tooltip": "Whether the VAE's decoder is compiled as well."})
 
 
-class _Node:
-    """What all of these nodes have. A node's id is the name of its class, `INPUTS` has its inputs by group."""
-
-    CATEGORY = CATEGORY
-    FUNCTION = "run"
-    DEPRECATED = True
-    ID = ""
-    TITLE = ""
-    INPUTS: dict[str, dict[str, Any]] = {}
-    RETURN_TYPES: tuple[str, ...] = ()
-    OUTPUT_TOOLTIPS: tuple[str, ...] = ()
-
-    def __init_subclass__(cls) -> None:
-        cls.ID = cls.__name__
-        cls.OUTPUT_TOOLTIPS = tuple(_OUTPUTS[kind] for kind in cls.RETURN_TYPES)
-
-    @classmethod
-    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        return {**cls.INPUTS, "hidden": inputs.HIDDEN}
-
-
-class _Speedup(_Node):
+class _Speedup(OldNode):
     """Does what a node of ours does with its defaults. What came in is never changed, whatever `inplace` says."""
 
     NODE: type[CompileNode]
 
     def run(self, custom_booster: Any = None, **given: Any) -> dict[str, Any]:
         """Return the object with compiled blocks."""
-        hidden, own = _apart(given)
+        hidden, own = apart(given)
         socket, _ = self.NODE.SOCKET
         answer = self.NODE().compile(**{socket: own[socket]}, **hidden)
         if self.NODE is CompileModel:
             return _boosted(answer, hidden, custom_booster)
-        return _with(answer, hidden, _booster(custom_booster))
+        return with_lines(answer, hidden, _booster(custom_booster))
 
 
 class ModelSpeedup(_Speedup):
@@ -95,7 +54,7 @@ class ModelSpeedup(_Speedup):
     DESCRIPTION = SAME.format("Compile Model")
     INPUTS = {
         "required": {"model": ("MODEL", {"tooltip": "The diffusion model to compile."})},
-        "optional": {"custom_booster": _BOOSTER, "inplace": _INPLACE},
+        "optional": {"custom_booster": _BOOSTER, "inplace": INPLACE},
     }
 
 
@@ -106,18 +65,33 @@ class VaeSpeedup(_Speedup):
     DESCRIPTION = SAME.format("VAE Speedup of Compiled Graphs")
     INPUTS = {
         "required": {"vae": ("VAE", {"tooltip": "The VAE whose decoder is to be compiled."})},
-        "optional": {"custom_booster": _BOOSTER, "inplace": _INPLACE},
+        "optional": {"custom_booster": _BOOSTER, "inplace": INPLACE},
     }
 
 
 class ControlnetSpeedup(_Speedup):
     TITLE = "ControlNet Speedup (old)"
-    NODE = ControlNetSpeedup
+    NODE = OurControlNetSpeedup
     RETURN_TYPES = ("CONTROL_NET",)
     DESCRIPTION = SAME.format("ControlNet Speedup of Compiled Graphs")
     INPUTS = {
         "required": {"control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to compile."})},
-        "optional": {"inplace": _INPLACE, "custom_booster": _BOOSTER},
+        "optional": {"inplace": INPLACE, "custom_booster": _BOOSTER},
+    }
+
+
+class ControlNetSpeedup(_Speedup):
+    """What the node above was called until January 2024."""
+
+    TITLE = "ControlNet Speedup (older)"
+    NODE = OurControlNetSpeedup
+    RETURN_TYPES = ("CONTROL_NET",)
+    DESCRIPTION = SAME.format("ControlNet Speedup of Compiled Graphs")
+    INPUTS = {
+        "required": {
+            "control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to compile."}),
+            "static_mode": STATIC_MODE,
+        }
     }
 
 
@@ -127,37 +101,37 @@ class SVDSpeedup(_Speedup):
     RETURN_TYPES = ("MODEL",)
     DESCRIPTION = SAME.format("Compile Model")
     INPUTS = {
-        "required": {
-            "model": ("MODEL", {"tooltip": "The video model to compile."}),
-            "inplace": _ignored([False, True]),
+        "required": {"model": ("MODEL", {"tooltip": "The video model to compile."})},
+        "optional": {  # not required, because workflows from before April 2024 have neither of the first two
+            "inplace": INPLACE,
             "cache_name": (
                 "STRING",
                 {"default": "svd", "tooltip": "Has no effect: graphs are found by what they are."},
             ),
+            "custom_booster": _BOOSTER,
         },
-        "optional": {"custom_booster": _BOOSTER},
     }
 
 
-class ModuleDeepCacheSpeedup(_Node):
+class ModuleDeepCacheSpeedup(OldNode):
     TITLE = "Model DeepCache Speedup (old)"
     RETURN_TYPES = ("MODEL",)
     DESCRIPTION = SAME.format("Compile Model and DeepCache")
     INPUTS = {
         "required": {
             "model": ("MODEL", {"tooltip": "The diffusion model to compile."}),
-            "static_mode": _STATIC,
+            "static_mode": STATIC_MODE,
             **STEPS,
         }
     }
 
     def run(self, model: Any, static_mode: str = "enable", **widgets: Any) -> dict[str, Any]:
         """Return the compiled clone with shallow steps."""
-        hidden, steps = _apart(widgets)
+        hidden, steps = apart(widgets)
         return _boosted(CompileModel().compile(model=model, **hidden), hidden, [settings(**steps)])
 
 
-class BatchSizePatcher(_Node):
+class BatchSizePatcher(OldNode):
     TITLE = "Batch Size Patcher (old)"
     RETURN_TYPES = ("MODEL",)
     DESCRIPTION = "From OneDiff's workflows. Hands the model on: one set of graphs serves every batch size."
@@ -170,10 +144,10 @@ class BatchSizePatcher(_Node):
 
     def run(self, model: Any, latent_image: Any, **hidden: Any) -> dict[str, Any]:
         """Return the model as it is."""
-        return _with({"result": (model,)}, hidden, [ANY_BATCH])
+        return with_lines({"result": (model,)}, hidden, [ANY_BATCH])
 
 
-class OneDiffCheckpointLoaderSimple(_Node):
+class OneDiffCheckpointLoaderSimple(OldNode):
     TITLE = "Load Checkpoint - OneDiff (old)"
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     DESCRIPTION = SAME.format("Load Checkpoint and Compile Model")
@@ -183,15 +157,14 @@ class OneDiffCheckpointLoaderSimple(_Node):
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802  ComfyUI's name
-        names = (folder_paths.get_filename_list("checkpoints"), {"tooltip": "The checkpoint to load."})
-        required = {"ckpt_name": names, "vae_speedup": _SWITCH, **cls.MORE}
+        required = {"ckpt_name": checkpoints(), "vae_speedup": _VAE_SWITCH, **cls.MORE}
         return {"required": required, "optional": cls.OPTIONAL, "hidden": inputs.HIDDEN}
 
     def run(
         self, ckpt_name: str, vae_speedup: str = "disable", custom_booster: Any = None, **hidden: Any
     ) -> dict[str, Any]:
         """Return the checkpoint's model, compiled, its text encoder, and its VAE, compiled if asked for."""
-        model, clip, vae = _load_checkpoint(ckpt_name)
+        model, clip, vae, *_ = load_checkpoint(ckpt_name)
         answer = CompileModel().compile(model=model, **hidden)
         (model,) = answer["result"]
         texts = answer["ui"]["text"]
@@ -205,18 +178,18 @@ class OneDiffCheckpointLoaderSimple(_Node):
 class OneDiffDeepCacheCheckpointLoaderSimple(OneDiffCheckpointLoaderSimple):
     TITLE = "Load Checkpoint - OneDiff DeepCache (old)"
     DESCRIPTION = "From OneDiff's workflows. Use Load Checkpoint, Compile Model and DeepCache: this does the same."
-    MORE = {"static_mode": _STATIC, **STEPS}
+    MORE = {"static_mode": STATIC_MODE, **STEPS}
     OPTIONAL = {}
 
     def run(
         self, ckpt_name: str, vae_speedup: str = "disable", static_mode: str = "enable", **widgets: Any
     ) -> dict[str, Any]:
         """Return what the loader without DeepCache returns, with shallow steps."""
-        hidden, steps = _apart(widgets)
+        hidden, steps = apart(widgets)
         return super().run(ckpt_name, vae_speedup, [settings(**steps)], **hidden)
 
 
-class OneDiffControlNetLoader(_Node):
+class OneDiffControlNetLoader(OldNode):
     TITLE = "Load ControlNet Model - OneDiff (old)"
     RETURN_TYPES = ("CONTROL_NET",)
     DESCRIPTION = "From OneDiff's workflows. Use Load ControlNet Model and ControlNet Speedup: this does the same."
@@ -235,10 +208,12 @@ class OneDiffControlNetLoader(_Node):
         import comfy.controlnet
 
         control_net = comfy.controlnet.load_controlnet(folder_paths.get_full_path("controlnet", control_net_name))
-        return _with(ControlNetSpeedup().compile(control_net=control_net, **hidden), hidden, _booster(custom_booster))
+        return with_lines(
+            OurControlNetSpeedup().compile(control_net=control_net, **hidden), hidden, _booster(custom_booster)
+        )
 
 
-class _Saver(_Node):
+class _Saver(OldNode):
     """Does what Save Graph does with one object, after something else has been made."""
 
     KIND = ""
@@ -274,7 +249,7 @@ class VaeGraphSaver(_Saver):
     }
 
 
-class _Loader(_Node):
+class _Loader(OldNode):
     """Does what Load Graph does with one object."""
 
     KIND = ""
@@ -315,16 +290,16 @@ class VaeGraphLoader(_Loader):
     RETURN_TYPES = ("VAE",)
 
 
-class OneDiffModelBooster(_Node):
+class OneDiffModelBooster(OldNode):
     TITLE = "Apply Model Booster - OneDiff (old)"
     RETURN_TYPES = ("CUSTOM_BOOSTER",)
     DESCRIPTION = "From OneDiff's workflows. Has no effect: the blocks are compiled by Inductor."
     INPUTS = {
         "required": {},
         "optional": {
-            "quantization_booster": _ignored("QuantizationBooster"),
+            "quantization_booster": ignored("QuantizationBooster"),
             "deepcache_booster": ("DeepCacheBooster", {"tooltip": "Settings of DeepCache."}),
-            "torchcompile_booster": _ignored("TorchCompileBooster"),
+            "torchcompile_booster": ignored("TorchCompileBooster"),
         },
     }
 
@@ -340,7 +315,7 @@ class OneDiffModelBooster(_Node):
         return (boosters or [NO_BOOSTER],)
 
 
-class _Booster(_Node):
+class _Booster(OldNode):
     """A booster that has no effect. What it returns is the sentence that says so."""
 
     DESCRIPTION = "From OneDiff's workflows. Has no effect: the blocks are compiled by Inductor."
@@ -350,7 +325,7 @@ class _Booster(_Node):
         return (self.SAYS,)
 
 
-class OneFlowDeepcacheBooster(_Node):
+class OneFlowDeepcacheBooster(OldNode):
     TITLE = "OneFlow Deepcache Booster - OneDiff (old)"
     RETURN_TYPES = ("DeepCacheBooster",)
     DESCRIPTION = "From OneDiff's workflows. Use DeepCache instead: the model that this is for gets the same."
@@ -358,7 +333,7 @@ class OneFlowDeepcacheBooster(_Node):
 
     def run(self, **widgets: Any) -> tuple[Any]:
         """Return the settings."""
-        return (settings(**_apart(widgets)[1]),)
+        return (settings(**apart(widgets)[1]),)
 
 
 class OneDiffOnlineQuantizationBooster(_Booster):
@@ -368,7 +343,7 @@ class OneDiffOnlineQuantizationBooster(_Booster):
     SAYS = say("Weights are not quantised: they stay as the checkpoint has them.")
     INPUTS = {
         "required": {
-            name: _ignored("INT", default=default, min=0, max=most)
+            name: ignored("INT", default=default, min=0, max=most)
             for name, default, most in (
                 ("quantized_conv_percentage", 100, 100),
                 ("quantized_linear_percentage", 100, 100),
@@ -384,12 +359,12 @@ class OneDiffTorchCompileBooster(_Booster):
     RETURN_TYPES = ("TorchCompileBooster",)
     INPUTS = {
         "required": {
-            "fullgraph": _ignored([False, True]),
-            "dynamic": _ignored([None, True, False]),
-            "backend": _ignored(["inductor"]),
-            "mode": _ignored(["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]),
-            "disable": _ignored([False, True]),
-            "docs_link": _ignored("STRING", multiline=True, default=""),
+            "fullgraph": ignored([False, True]),
+            "dynamic": ignored([None, True, False]),
+            "backend": ignored(["inductor"]),
+            "mode": ignored(["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]),
+            "disable": ignored([False, True]),
+            "docs_link": ignored("STRING", multiline=True, default=""),
         }
     }
 
@@ -399,10 +374,10 @@ class OneDiffNexfortBooster(_Booster):
     RETURN_TYPES = ("TorchCompileBooster",)
     INPUTS = {
         "required": {
-            "fullgraph": _ignored([False, True]),
-            "dynamic": _ignored([True, False]),
-            "mode": _ignored("STRING", default=""),
-            "docs_link": _ignored("STRING", multiline=True, default=""),
+            "fullgraph": ignored([False, True]),
+            "dynamic": ignored([True, False]),
+            "mode": ignored("STRING", default=""),
+            "docs_link": ignored("STRING", multiline=True, default=""),
         }
     }
 
@@ -411,6 +386,7 @@ NODES = (
     ModelSpeedup,
     VaeSpeedup,
     ControlnetSpeedup,
+    ControlNetSpeedup,
     SVDSpeedup,
     ModuleDeepCacheSpeedup,
     BatchSizePatcher,
@@ -426,10 +402,13 @@ NODES = (
     OneDiffOnlineQuantizationBooster,
     OneDiffTorchCompileBooster,
     OneDiffNexfortBooster,
+    *onediff_quantised.NODES,
+    *onediff_prompt.NODES,
+    *onediff_checks.NODES,
 )
 
 
-def unclaimed() -> list[type[_Node]]:
+def unclaimed() -> list[type[OldNode]]:
     """Return the nodes whose ids no extension has that is loaded already.
 
     An extension that is loaded later takes its ids over: in ComfyUI's table the last one wins.
@@ -456,31 +435,4 @@ def _boosted(answer: dict[str, Any], hidden: dict[str, Any], custom_booster: Any
         model, text = with_deep_cache(model, each, node_id, above)
         answer = {**answer, "ui": {"text": [text]}, "result": (model, *rest)}
         events.show(node_id, text)
-    return _with(answer, hidden, _booster(custom_booster))
-
-
-def _apart(widgets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a node's hidden inputs, and its others."""
-    hidden = {name: value for name, value in widgets.items() if name in inputs.HIDDEN}
-    return hidden, {name: value for name, value in widgets.items() if name not in hidden}
-
-
-def _with(answer: dict[str, Any], hidden: dict[str, Any], lines: list[str]) -> dict[str, Any]:
-    """Add lines to what a node shows."""
-    if not lines:
-        return answer
-    text = join([*answer.get("ui", {}).get("text", []), *lines])
-    events.show(hidden.get("unique_id", ""), text)
-    return {**answer, "ui": {"text": [text]}}
-
-
-def _load_checkpoint(name: str) -> tuple[Any, Any, Any]:
-    """Do what ComfyUI's CheckpointLoaderSimple does."""
-    import comfy.sd
-
-    path = folder_paths.get_full_path("checkpoints", name)
-    embeddings = folder_paths.get_folder_paths("embeddings")
-    loaded = comfy.sd.load_checkpoint_guess_config(
-        path, output_vae=True, output_clip=True, embedding_directory=embeddings
-    )
-    return loaded[:3]
+    return with_lines(answer, hidden, _booster(custom_booster))

@@ -5,6 +5,7 @@ This script needs its own process: it imports the nodes without ComfyUI, with a 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import threading
@@ -40,7 +41,15 @@ def started_by_validators(nodes):
     }
 
 
+def left_to_validator(node):
+    """Return the inputs that ComfyUI does not check itself: those that the node's validator takes."""
+    validate = getattr(node, "VALIDATE_INPUTS", None)
+    return list(inspect.signature(validate).parameters) if validate else []
+
+
 if __name__ == "__main__":
     nodes, titles = make_locales._nodes()
     definitions = {name: describe(node, titles[name]) for name, node in nodes.items()}
-    print(json.dumps({"definitions": definitions, "validators": started_by_validators(nodes)}))
+    left = {name: left_to_validator(node) for name, node in nodes.items()}
+    validators = started_by_validators(nodes)
+    print(json.dumps({"definitions": definitions, "validators": validators, "left_to_validator": left}))

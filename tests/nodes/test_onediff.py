@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from comfy_server import PromptFailed
+from safetensors.torch import save_file
 
 SOCKETS = {
     "ModelSpeedup": (["model", "custom_booster", "inplace"], ["MODEL"]),
     "VaeSpeedup": (["vae", "custom_booster", "inplace"], ["VAE"]),
     "ControlnetSpeedup": (["control_net", "inplace", "custom_booster"], ["CONTROL_NET"]),
+    "ControlNetSpeedup": (["control_net", "static_mode"], ["CONTROL_NET"]),
     "SVDSpeedup": (["model", "inplace", "cache_name", "custom_booster"], ["MODEL"]),
     "ModuleDeepCacheSpeedup": (
         ["model", "static_mode", "cache_interval", "cache_layer_id", "cache_block_id", "start_step", "end_step"],
@@ -50,8 +56,51 @@ SOCKETS = {
         ["TorchCompileBooster"],
     ),
     "OneDiffNexfortBooster": (["fullgraph", "dynamic", "mode", "docs_link"], ["TorchCompileBooster"]),
+    "OneDiffQuantCheckpointLoaderSimple": (["ckpt_name", "vae_speedup"], ["MODEL", "CLIP", "VAE"]),
+    "OneDiffQuantCheckpointLoaderSimpleAdvanced": (
+        ["ckpt_name", "model_path", "compile", "vae_speedup"],
+        ["MODEL", "CLIP", "VAE"],
+    ),
+    "ImageOnlyOneDiffQuantCheckpointLoaderAdvanced": (
+        ["ckpt_name", "model_path", "compile", "vae_speedup"],
+        ["MODEL", "CLIP_VISION", "VAE"],
+    ),
+    "UNETLoaderInt8": (["model_path"], ["MODEL"]),
+    "Quant8Model": (["model", "output_dir", "conv", "linear"], ["MODEL"]),
+    "CLIPTextEncodePromptStyle": (
+        ["text_positive", "text_negative", "style", "clip", "log_prompt", "style_positive", "style_negative"],
+        ["CONDITIONING", "CONDITIONING"],
+    ),
+    "ResolutionSpeedupChecker": (["samples"], ["LATENT"]),
+    "CompareModel": (["torch_model", "oneflow_model", "check"], []),
+    "ShowImageDiff": (["images1", "images2", "ssim_threshold", "raise_if_diff", "image_id"], []),
 }
 """The inputs in order, because a workflow saves widget values by their order, and the outputs."""
+WORKFLOWS = Path(__file__).with_name("onediff_workflows")
+PLAIN = "neither quantised nor compiled"
+SAID = {
+    "quantised_checkpoints": {"1": f"{PLAIN}.*The VAE is not", "2": PLAIN, "9": "as they are"},
+    "quantised_diffusion_models": {"1": PLAIN, "2": PLAIN, "10": r"\d+ weights are the same"},
+    "prompt_style": {"2": "watercolour.*ships", "5": "Latent of 8 x 8, batch 1", "10": "differ by at most"},
+    "comparisons": {
+        "3": r"\d+ of \d+ weights differ",
+        "4": "Not compared",
+        "7": r"at most 51 of 255, by 17 on average",
+        "8": r"at most 0 of 255.*: 1\.0000",
+        "10": "every size",
+        "16": r"\d+ of \d+ weights differ",
+        "17": r"\d+ weights are the same",
+    },
+    "old_switches": {
+        **dict.fromkeys("234569", "^Ready"),
+        "1": PLAIN,
+        "17": "tolerances have no effect",
+        "18": "at most 0 of 255",
+        "19": "weights are the same",
+    },
+}
+"""What nodes of the workflow files say. `old_switches` has what versions until June 2024 wrote."""
+NAMES_OF_FILES = {"ckpt_name", "control_net_name", "graph", "model_path"}
 SAYS_WHEN = bool(os.environ.get("COMFYUI_PATH"))
 """The index's build is from 2024 and does not say when a sampling begins."""
 
@@ -123,6 +172,110 @@ def test_deep_cache_is_that_of_our_own_node(server, workflow, pixels):
     assert abs(whole - ours).max() > 1, "no step was shallow"
 
 
+@pytest.fixture(scope="module")
+def old_server(server, home, make_home):
+    """The server with what the workflow files name besides its checkpoints."""
+    models, more = home / "models", make_home("tiny_canny", "tiny_lora") / "models"
+    links = {models / path.relative_to(more): path for path in more.rglob("*.ckpt")}
+    links[models / "diffusion_models" / "tiny_sd15.ckpt"] = models / "checkpoints" / "tiny_sd15.ckpt"
+    for place, path in links.items():
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(path.resolve())
+    return server
+
+
+def read(name):
+    return json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def failure(server, prompt):
+    """Return what the node says that stops a prompt."""
+    prompt_id = server.queue(prompt)
+    with pytest.raises(PromptFailed):
+        server.wait(prompt_id)
+    messages = server.get(f"/history/{prompt_id}")[prompt_id]["status"]["messages"]
+    return next(data["exception_message"] for kind, data in messages if kind == "execution_error")
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_workflow_file_runs(old_server, name):
+    prompt = read(name)
+    outputs = old_server.run(prompt)
+    for node, said in SAID[name].items():
+        assert re.search(said, "\n".join(outputs[node]["text"]), re.DOTALL), (node, outputs[node])
+    pictures = [node for node, part in prompt.items() if part["class_type"] in ("PreviewImage", "ShowImageDiff")]
+    assert all(outputs[node]["images"] for node in pictures)
+
+
+def test_every_workflow_file_is_run():
+    assert {path.stem for path in WORKFLOWS.iterdir()} == SAID.keys()
+    used = {node["class_type"] for name in SAID for node in read(name).values()}
+    assert {name for name in SOCKETS if re.search("Quant.*Loader|8|Prompt|Checker|Compare|Diff$|Net", name)} - used == {
+        "OneDiffControlNetLoader"
+    }
+
+
+def test_any_value_of_a_switch_is_accepted(described_nodes):
+    """Versions of OneDiff have other switches in the same place, and widgets are saved by their order."""
+    refused = []
+    for name in SOCKETS:
+        groups = described_nodes["definitions"][name]["inputs"]
+        fields = [*groups.get("required", []), *groups.get("optional", [])]
+        choices = {field for field, kind in fields if isinstance(kind[0], list)} - NAMES_OF_FILES
+        refused += sorted((name, field) for field in choices - {*described_nodes["left_to_validator"][name]})
+    assert refused == []
+
+
+def test_the_picture_is_the_difference(old_server, pixels):
+    prompt = {node: part for node, part in read("comparisons").items() if node in "567"}
+    for image in pixels(old_server, old_server.run(prompt)):
+        assert image.shape == (48, 64, 3)
+        assert (image == [0, 0, 51]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({}, "not alike: similarity 0.66"), ({"images2": ["9", 0]}, "2 x 64 x 48 and 1 x 32 x 48")],
+)
+def test_images_that_are_not_alike_stop_the_workflow(old_server, changes, said):
+    prompt = {node: part for node, part in read("comparisons").items() if node in "567"}
+    prompt["9"] = {"class_type": "EmptyImage", "inputs": {"width": 32, "height": 48, "batch_size": 1, "color": 0}}
+    prompt["7"]["inputs"] |= {"raise_if_diff": "enable", **changes}
+    assert said in failure(old_server, prompt)
+
+
+@pytest.mark.parametrize(
+    ("style", "negative", "said"),
+    [
+        ("Watercolor_1", "photo, realistic skin, camera noise, ships", "Negative prompt: photo"),
+        ("Style of a file that I wrote", "ships", "There is no style Style of a file that I wrote"),
+    ],
+)
+def test_a_style_is_a_text_around_the_prompt(old_server, style, negative, said):
+    prompt = read("prompt_style")
+    prompt["2"]["inputs"] |= {"style": style, "style_positive": False}
+    for node, text in (("20", "a lighthouse"), ("21", negative)):
+        prompt[node] = {"class_type": "CLIPTextEncode", "inputs": {"clip": ["1", 1], "text": text}}
+    prompt["7"]["inputs"] |= {"positive": ["20", 0], "negative": ["21", 0]}
+    outputs = old_server.run(prompt)
+    assert said in outputs["2"]["text"][0]
+    assert "at most 0 of 255" in outputs["10"]["text"][0]
+
+
+def test_what_onediff_wrote_in_int8_is_refused_and_the_rest_loads(old_server, home):
+    weights = torch.load(home / "models" / "checkpoints" / "tiny_sd15.ckpt", weights_only=True)["state_dict"]
+    unet = {name: weight.contiguous() for name, weight in weights.items() if name.startswith("model.diffusion_model.")}
+    for name, content in (("plain", unet), ("whole", {"out.2.weight": torch.zeros(4, 320, dtype=torch.int8)})):
+        folder = home / "models" / "unet_int8" / name
+        folder.mkdir(parents=True)
+        save_file(content, folder / "unet_int8.safetensors")
+    prompt = read("quantised_diffusion_models")
+    prompt["1"]["inputs"]["model_path"] = "plain"
+    assert "weights are the same" in old_server.run(prompt)["10"]["text"][0]
+    prompt["1"]["inputs"]["model_path"] = "whole"
+    assert "Only OneDiff reads the weights in whole" in failure(old_server, prompt)
+
+
 OTHER = """
 class ModelSpeedup:
     CATEGORY, FUNCTION, RETURN_TYPES = "somebody else's", "run", ("MODEL",)
@@ -135,7 +288,7 @@ class ModelSpeedup:
         return (model,)
 
 
-NODE_CLASS_MAPPINGS = {"ModelSpeedup": ModelSpeedup}
+NODE_CLASS_MAPPINGS = {"ModelSpeedup": ModelSpeedup, "ShowImageDiff": ModelSpeedup}
 """
 
 
@@ -148,5 +301,6 @@ def test_an_id_of_another_extension_stays_its_own(start_server, home, tmp_path, 
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(OTHER)
     with start_server(tmp_path) as server:
-        assert server.get("/object_info/ModelSpeedup")["ModelSpeedup"]["category"] == "somebody else's"
+        for taken in ("ModelSpeedup", "ShowImageDiff"):
+            assert server.get(f"/object_info/{taken}")[taken]["category"] == "somebody else's"
         assert server.get("/object_info/VaeSpeedup")["VaeSpeedup"]["category"].startswith("compiled graphs/")

@@ -307,3 +307,39 @@ def test_a_workflow_of_onediff_opens_with_its_values(browser, errors):
     assert inputs["VaeSpeedup"] == {"vae": ["1", 2], "inplace": False}
     assert inputs["ModelGraphSaver"] == {"samples": ["7", 0], "filename_prefix": "unet"}
     assert errors == []
+
+
+OLDER = {
+    "last_node_id": 6,
+    "last_link_id": 4,
+    "nodes": [
+        node(1, "OneDiffQuantCheckpointLoaderSimpleAdvanced",
+             ["v1-5-pruned-emaonly.safetensors", "sd15.pt", "enable", "disable"],
+             outputs=[("MODEL", [1]), ("CLIP", [2]), ("VAE", [])]),
+        node(2, "ModelSpeedup", ["enable"], [("model", "MODEL", 1)], [("MODEL", [3])]),
+        node(3, "SVDSpeedup", ["enable"], [("model", "MODEL", 3)], [("MODEL", [4])]),
+        node(4, "Quant8Model", ["int8", "enable", "disable"], [("model", "MODEL", 4)]),
+        node(5, "CLIPTextEncodePromptStyle", ["a lighthouse", "ships", "Watercolor", False, True, True],
+             [("clip", "CLIP", 2)], [("CONDITIONING", []), ("CONDITIONING", [])]),
+        node(6, "ControlNetSpeedup", ["enable"], [("control_net", "CONTROL_NET", None)], [("CONTROL_NET", [])]),
+    ],
+    "links": [[1, 1, 0, 2, 0, "MODEL"], [2, 1, 1, 5, 0, "CLIP"], [3, 2, 0, 3, 0, "MODEL"], [4, 3, 0, 4, 0, "MODEL"]],
+    "groups": [], "config": {}, "extra": {}, "version": 0.4,
+}  # fmt: skip
+"""Of versions before April 2024, which have `static_mode` where `inplace` is now."""
+
+
+def test_a_workflow_of_an_older_onediff_opens_and_is_accepted(browser, errors):
+    workflow_pictures.open_workflow(browser, OLDER)
+    assert browser.evaluate(FAULTS) == []
+    prompt = browser.evaluate(PROMPT)
+    inputs = {node["class_type"]: node["inputs"] for node in prompt.values()}
+    assert inputs["SVDSpeedup"] == {"model": ["2", 0], "inplace": "enable", "cache_name": "svd"}
+    assert inputs["Quant8Model"] == {"model": ["3", 0], "output_dir": "int8", "conv": "enable", "linear": "disable"}
+    assert inputs["CLIPTextEncodePromptStyle"] == {
+        **{"text_positive": "a lighthouse", "text_negative": "ships", "style": "Watercolor", "clip": ["1", 1]},
+        **{"log_prompt": False, "style_positive": True, "style_negative": True},
+    }
+    assert inputs["OneDiffQuantCheckpointLoaderSimpleAdvanced"]["model_path"] == "sd15.pt"
+    assert browser.evaluate(QUEUE, prompt) == {"error": "", "node_errors": {}}
+    assert errors == []
