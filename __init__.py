@@ -20,6 +20,6 @@ def __getattr__(name: str) -> Any:
     if name in (*V1_NAMES, *V3_NAMES):
         from . import nodes
 
-        if name in (V3_NAMES if nodes.has_v3() else V1_NAMES):
+        if name in (V3_NAMES if nodes.v3_schema.latest() else V1_NAMES):
             return getattr(nodes, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,14 +27,9 @@ NODE_CLASS_MAPPINGS = {node.ID: node for node in _ALL}
 NODE_DISPLAY_NAME_MAPPINGS = {node.ID: node.TITLE for node in _ALL}
 
 
-def has_v3() -> bool:
-    """Whether this ComfyUI takes nodes in the V3 schema."""
-    return v3_schema.latest() is not None
-
-
 async def comfy_entrypoint() -> Any:
     """Return the nodes as ComfyUI's loader wants them in the V3 schema."""
-    return v3_schema.extension(v3_schema.latest(), _ALL)
+    return v3_schema.extension(_ALL)
 
 
 doctor_route.register()

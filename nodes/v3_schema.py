@@ -8,9 +8,12 @@ Elsewhere ComfyUI gets the class itself.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 NEEDED = {"node_id", "display_name", "category", "inputs", "outputs", "hidden", "description", "search_aliases",
           "is_output_node", "is_deprecated", "not_idempotent"}  # fmt: skip
@@ -31,15 +34,26 @@ def latest() -> Any:
     return module if fields >= NEEDED and hasattr(module, "ComfyExtension") else None
 
 
-def extension(api: Any, nodes: Iterable[type]) -> Any:
+def extension(nodes: Iterable[type]) -> Any:
     """Return the `ComfyExtension` that has these nodes."""
-    listed = [as_v3(api.io, node) for node in nodes]
+    api = latest()
+    listed = [node for node in (as_v3(api.io, node) for node in nodes) if _is_taken(node)]
 
     class CompiledGraphs(api.ComfyExtension):
         async def get_node_list(self) -> list[type]:
             return listed
 
     return CompiledGraphs()
+
+
+def _is_taken(node: Any) -> bool:
+    """Whether the core takes this node's schema. One that it refuses would keep the nodes after it from loading."""
+    try:
+        node.GET_SCHEMA()
+    except Exception as error:  # of a V3 that is newer than this module
+        log.warning("This ComfyUI's V3 schema refuses the node %s, so it is not there: %r", node.__name__, error)
+        return False
+    return True
 
 
 def as_v3(io: Any, node: type) -> type:
@@ -90,13 +104,15 @@ def _schema(io: Any, node: Any) -> Any:
 def _input(io: Any, name: str, form: tuple, optional: bool) -> Any:
     """Return an input as V3 has it: a choice, a widget, or a socket."""
     kind, options = form[0], dict(form[1]) if len(form) > 1 else {}
+    words = ("tooltip", "lazy", "default", *(["multiline"] if kind == "STRING" else []))
+    known = {key: options.pop(key) for key in words if key in options}
+    rest = {"optional": optional, "extra_dict": options or None}  # the frontend's words, which V1 and V3 share
     if isinstance(kind, list):
-        return io.Combo.Input(name, options=kind, optional=optional, **options)
+        return io.Combo.Input(name, options=kind, **known, **rest)
     if widget := WIDGETS.get(kind):
-        return getattr(io, widget).Input(name, optional=optional, **options)
+        return getattr(io, widget).Input(name, **known, **rest)
     cls = io.AnyType if kind == "*" else io.Custom(str(kind))
-    known: Mapping[str, Any] = {key: options.pop(key) for key in ("tooltip", "lazy") if key in options}
-    return cls.Input(name, optional=optional, extra_dict=options or None, **known)
+    return cls.Input(name, **known, **rest)
 
 
 def _outputs(io: Any, node: Any) -> list[Any]:

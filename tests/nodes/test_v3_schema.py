@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from dataclasses import make_dataclass
@@ -77,3 +78,19 @@ def test_v3_is_taken_where_it_says_as_much(v3_schema, monkeypatch):
     for nothing in (None, ModuleType("comfy_api.latest")):
         monkeypatch.setitem(sys.modules, "comfy_api.latest", nothing)
         assert v3_schema.latest() is None
+
+
+def test_a_node_that_the_core_refuses_does_not_take_the_others_with_it(v3_schema, monkeypatch, caplog):
+    class ComfyNode:
+        @classmethod
+        def GET_SCHEMA(cls):
+            if cls.__name__ == "Refused":
+                raise TypeError("no such field")
+
+    schema = make_dataclass("Schema", sorted(v3_schema.NEEDED))
+    api = SimpleNamespace(io=SimpleNamespace(Schema=schema, ComfyNode=ComfyNode), ComfyExtension=object)
+    monkeypatch.setitem(sys.modules, "comfy_api.latest", api)
+    nodes = [type(name, (), {}) for name in ("First", "Refused", "Last")]
+    taken = asyncio.run(v3_schema.extension(nodes).get_node_list())
+    assert [node.__name__ for node in taken] == ["First", "Last"]
+    assert "refuses the node Refused" in caplog.text
