@@ -29,7 +29,7 @@ LIMIT = 900.0
 """Seconds for a prompt."""
 VALUES = {"width": 256, "height": 256, "steps": 6}
 PAGE = {"width": 1500, "height": 820}
-NODE = {"x": 60, "y": 50, "width": 1160, "height": 490}
+NODE = {"x": 60, "y": 50, "width": 965, "height": 490}
 PANEL = {"x": 0, "y": 0, "width": 960, "height": 820}
 
 

@@ -93,7 +93,7 @@ def test_every_input_has_a_name_and_a_tooltip(server):
             assert len(texts[name].get("outputs", {})) == len(node["output"])
             assert all(spec[1]["tooltip"] for spec in inputs.values())
             assert node["description"]
-            if "output_tooltips" in node:
+            if node.get("output_tooltips"):
                 assert [item["tooltip"] for item in texts[name].get("outputs", {}).values()]
 
 
