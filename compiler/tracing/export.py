@@ -227,6 +227,9 @@ def _spec(
     formats: list[str],
     mutated: tuple[int, ...],
 ) -> GraphSpec:
+    if lifted := program.graph_signature.inputs_to_lifted_tensor_constants:
+        # A tensor that an earlier run left in the block, as video VAEs keep frames.
+        raise Unsupported(ReasonCode.STRAY_TENSOR, ", ".join(sorted(lifted.values())))
     placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     weights, inputs = placeholders[: len(names)], placeholders[len(names) :]
     ranks = {size_expression(size) for t in weights for size in t.shape if isinstance(size, torch.SymInt)}

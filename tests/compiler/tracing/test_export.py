@@ -57,6 +57,24 @@ def test_weights_are_inputs_and_nothing_is_a_constant():
     assert not exported.program.state_dict
 
 
+class Keeping(TransformerBlock):
+    """Remembers what it was called with, and computes with it the next time."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def forward(self, x, mask=None):
+        before = self.kept.get("x", x)
+        self.kept["x"] = x
+        return super().forward(x + before.mean(), mask)
+
+
+def test_a_tensor_that_an_earlier_run_left_in_the_block_is_named():
+    with pytest.raises(Unsupported, match=r"outside parameters and buffers \("):
+        export(Stack(Keeping))
+
+
 LEVELS = torch.tensor([1.0, 2.0])
 
 
