@@ -1,4 +1,7 @@
-"""Take the pictures of the example workflows, NAME.jpg beside NAME.json, as ComfyUI's frontend shows them.
+"""Take the pictures of the example workflows, as ComfyUI's frontend shows them, and draw their thumbnails.
+
+`workflows/pictures/NAME.jpg` shows all nodes. NAME.jpg beside NAME.json is what ComfyUI's template browser shows: large
+words, since a graph of that size cannot be read.
 
 python scripts/workflow_pictures.py --comfyui CHECKOUT [NAME ...]
 """
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import comfy_browser
 from comfy_server import EXTENSION, ComfyServer
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -39,6 +42,12 @@ PLAIN = {
 WIDTH, HEIGHT, MARGIN = 1500, 950, 24
 """Largest size of a picture and its border, in pixels."""
 QUALITY = 80
+THUMBNAIL = 640, 480
+"""Its size, twice as large as a card in the template browser."""
+SHOWN = ("Checkpoint", "UNET", "Lora", "ControlNetApply", "KSampler", "VAEDecode")
+"""Parts of the types of nodes that tell what a workflow does, besides ours."""
+MOST_SHOWN = 6
+BACKGROUND, TEXT, OURS, OTHERS = "#1b1c1f", "#f1f3f4", "#1a56b0", "#3c4043"
 
 
 def main() -> int:
@@ -57,9 +66,43 @@ def main() -> int:
             page.evaluate("app.extensionManager.command.execute('Workspace.ToggleFocusMode')")
             page.add_style_tag(content=".comfy-menu-hamburger { display: none !important; }")
             for name in options.names:
-                open_workflow(page, json.loads((WORKFLOWS / f"{name}.json").read_text()))
-                take_picture(page, WORKFLOWS / f"{name}.jpg")
+                workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+                open_workflow(page, workflow)
+                take_picture(page, WORKFLOWS / "pictures" / f"{name}.jpg")
+                draw_thumbnail(name, titles(page, workflow), WORKFLOWS / f"{name}.jpg")
     return 0
+
+
+def titles(page: Page, workflow: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Return the nodes that tell what a workflow does, from left to right, each once, and whether they are ours."""
+    found: dict[str, bool] = {}
+    for node in sorted(workflow["nodes"], key=lambda node: node["pos"][0]):
+        is_ours = node["type"].startswith("CG_")
+        if is_ours or any(part in node["type"] for part in SHOWN):
+            title = page.evaluate("type => LiteGraph.registered_node_types[type].title", node["type"])
+            found[title] = is_ours
+    ours = sum(found.values())
+    others = [title for title, is_ours in found.items() if not is_ours][: MOST_SHOWN - ours]
+    return [(title, is_ours) for title, is_ours in found.items() if is_ours or title in others]
+
+
+def draw_thumbnail(name: str, nodes: list[tuple[str, bool]], path: Path) -> None:
+    """Write a JPEG with a workflow's title, and the nodes in their order. Ours are blue."""
+    width, height = THUMBNAIL
+    image = Image.new("RGB", THUMBNAIL, BACKGROUND)
+    draw = ImageDraw.Draw(image)
+    title = name.partition(" ")[2]
+    size = 56
+    while draw.textlength(title, ImageFont.load_default(size)) > width - 64:
+        size -= 2
+    draw.text((32, 62), title, TEXT, ImageFont.load_default(size), anchor="lm")
+    step = (height - 130) / len(nodes)
+    for number, (text, is_ours) in enumerate(nodes):
+        top = 112 + number * step
+        box = (32, top, width - 32, top + step - 14)
+        draw.rounded_rectangle(box, 12, OURS if is_ours else OTHERS)
+        draw.text((56, (box[1] + box[3]) / 2), text, TEXT, ImageFont.load_default(min(34, step * 0.5)), anchor="lm")
+    image.save(path, quality=QUALITY)
 
 
 def api_name(name: str) -> str:

@@ -222,7 +222,7 @@ def test_the_readme_has_each_workflow():
         (note,) = (node["widgets_values"][0] for node in nodes if node["type"] == "Note")
         assert note in " ".join(readme.split("\n"))
         assert f"]({quote(name)}.json)" in readme
-        assert f"]({quote(name)}.jpg)" in readme
+        assert f"](pictures/{quote(name)}.jpg)" in readme
 
 
 # A workflow that was saved with OneDiff's nodes.
