@@ -22,7 +22,8 @@ from ..common.errors import printable
 from ..common.files import PARTIAL_AGE, STORE, is_partial, open_regular, write_whole
 from .base import StoreEntry
 from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
-from .trust import Trust, UnusableKey
+from .private_files import UnusableKey
+from .trust import Trust
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
