@@ -1,6 +1,6 @@
-"""The command line: `python -m compiled_graphs doctor`, `... trust FILE`, `... store list` and `... backends`.
+"""The command line: `python -m compiled_graphs doctor`, `... key`, `... trust`, `... store` and `... backends`.
 
-Where the extension is not installed as a package, run `python -m FOLDER trust FILE` in `custom_nodes`.
+Where the extension is not installed as a package, run `python -m FOLDER trust add FILE` in `custom_nodes`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from .compiler.common.errors import printable
 from .compiler.common.files import open_regular
 from .compiler.hosts.comfy.settings import store_limit
-from .compiler.storage.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest
+from .compiler.storage.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest, read_signature
+from .compiler.storage.signers import FINGERPRINT, MAX_NAME, Signer
+from .compiler.storage.signers import fingerprint as fingerprint_of
 from .compiler.storage.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
 from .compiler.storage.trust import Trust
 
@@ -44,9 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("base", "user"):
         given = f"what ComfyUI is given as --{name}-directory, if anything"
         doctor.add_argument(f"--{name}-directory", metavar="FOLDER", type=Path, help=given)
-    trust = commands.add_parser("trust", help="let this machine run the graphs of a file that another machine made")
-    trust.add_argument("file", type=Path)
-    trust.set_defaults(run=_trust)
+    _add_key_commands(commands.add_parser("key", help="the key with which this machine signs graphs for others"))
+    _add_trust_commands(commands.add_parser("trust", help="whose graphs this machine runs, besides its own"))
     store = commands.add_parser("store", help="list, check and remove the compiled graphs that this machine keeps")
     store.set_defaults(run=_store)
     actions = store.add_subparsers(required=True, dest="action")
@@ -99,15 +100,129 @@ def _backends(options: argparse.Namespace) -> int:
     return 0
 
 
-def _trust(options: argparse.Namespace) -> int:
+def _add_key_commands(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, dest="action")
+    new = actions.add_parser("new", help="make a key; an earlier one is kept under another name")
+    new.set_defaults(run=_key_new)
+    show = actions.add_parser("show", help="print the fingerprint that others trust")
+    show.set_defaults(run=_key_show)
+
+
+def _add_trust_commands(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, dest="action")
+    add = actions.add_parser("add", help="trust a signer, or a single file")
+    add.add_argument("what", metavar="FINGERPRINT|FILE", help="a signed file stands for its signer")
+    add.add_argument("--name", default="", help="what you call the signer")
+    add.add_argument("--file-only", action="store_true", help="trust this file, and not its signer")
+    add.add_argument("--yes", action="store_true", help="do not ask")
+    add.set_defaults(run=_trust_add)
+    listed = actions.add_parser("list", help="list signers and files")
+    listed.set_defaults(run=_trust_list)
+    remove = actions.add_parser("remove", help="no longer trust a signer or a file")
+    remove.add_argument("what", metavar="FINGERPRINT|DIGEST")
+    remove.set_defaults(run=_trust_remove)
+
+
+def _key_new(options: argparse.Namespace) -> int:
+    maker = Trust().maker
     try:
-        with open_regular(options.file) as file:
-            count = len(read_manifest(file))
-            digest = Trust().add(file)
-    except (OSError, GraphFileError) as error:
-        _say(f"{options.file} cannot be trusted: {error}", sys.stderr)
+        fingerprint = maker.make()
+    except OSError as error:
+        _say(f"No key was made: {error}", sys.stderr)
         return 1
-    _say(f"{options.file.name}, {count} graphs, is trusted by its SHA-256 {digest}")
+    _say(f"From now on graphs are also signed by {fingerprint}.")
+    _say("Give this fingerprint to those who want to run them, by a way that they trust.")
+    return 0
+
+
+def _key_show(options: argparse.Namespace) -> int:
+    try:
+        _say(fingerprint_of(Trust().maker.public()))
+    except FileNotFoundError:
+        _say("This machine has no key to sign for others. `key new` makes one.", sys.stderr)
+        return 1
+    except OSError as error:
+        _say(str(error), sys.stderr)
+        return 1
+    return 0
+
+
+def _trust_add(options: argparse.Namespace) -> int:
+    try:
+        if FINGERPRINT.fullmatch(options.what):
+            return _trust_signer(options.what, options)
+        with open_regular(Path(options.what)) as file:
+            count, signature = len(read_manifest(file)), None if options.file_only else read_signature(file)
+            if signature is not None:
+                return _trust_signer(signature.fingerprint, options)
+            return _trust_file(file, count, options)
+    except (OSError, GraphFileError) as error:
+        _say(f"{options.what} cannot be trusted: {error}", sys.stderr)
+        return 1
+
+
+def _trust_signer(fingerprint: str, options: argparse.Namespace) -> int:
+    question = (
+        f"Graphs are native code. If you trust {fingerprint}, every graph that this signer has made or will make can "
+        "do on this machine what you can do, until you remove the trust. Compare the fingerprint with the one that the "
+        "signer gave you."
+    )
+    if not _agreed(question, options):
+        return 1
+    is_new = Trust().signers.add(Signer(fingerprint, " ".join(printable(options.name).split())[:MAX_NAME]))
+    _say(f"{fingerprint} is trusted{'' if is_new else ' already'}.")
+    return 0
+
+
+def _trust_file(file: BinaryIO, count: int, options: argparse.Namespace) -> int:
+    question = f"Graphs are native code. If you trust this file, its {count} graphs can do here what you can do."
+    if not _agreed(question, options):
+        return 1
+    digest = Trust().add(file)
+    _say(f"{Path(options.what).name}, {count} graphs, is trusted by its SHA-256 {digest}")
+    return 0
+
+
+def _agreed(question: str, options: argparse.Namespace) -> bool:
+    """Ask the owner, who types at a terminal or has said --yes."""
+    if options.yes:
+        return True
+    _say(question)
+    if sys.stdin is None or not sys.stdin.isatty():
+        _say("Nobody can answer here. Run it in a terminal, or with --yes.", sys.stderr)
+        return False
+    if input("Type yes to trust: ").strip().lower() == "yes":
+        return True
+    _say("Nothing was changed.")
+    return False
+
+
+def _trust_list(options: argparse.Namespace) -> int:
+    try:
+        signers, digests = Trust().signers.read(), Trust().trusted_digests()
+    except OSError as error:
+        _say(str(error), sys.stderr)
+        return 1
+    for signer in signers:
+        _say(f"signer  {signer.fingerprint}  {printable(signer.name)}".rstrip())
+    for digest in sorted(digests):
+        _say(f"file    {digest}")
+    if not signers and not digests:
+        _say("Only graphs of this machine's own key run here.")
+    return 0
+
+
+def _trust_remove(options: argparse.Namespace) -> int:
+    try:
+        trust = Trust()
+        gone = trust.signers.remove(options.what) or trust.remove(options.what)
+    except OSError as error:
+        _say(str(error), sys.stderr)
+        return 1
+    if not gone:
+        _say(f"{options.what} is not trusted: `trust list` shows who is.", sys.stderr)
+        return 1
+    _say(f"{options.what} is no longer trusted. ComfyUI keeps what it has loaded until it restarts.")
     return 0
 
 

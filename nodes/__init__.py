@@ -7,7 +7,7 @@ no more.
 from typing import Any
 
 from ..compiler.hosts.comfy import graph_folder
-from ..web_server import doctor_route, queued_prompt, routes, server_start
+from ..web_server import doctor_route, metrics_route, queued_prompt, routes, server_start
 from . import onediff, v3_schema
 from .compile_model import CompileModel
 from .compile_report import CompileReport
@@ -33,6 +33,7 @@ async def comfy_entrypoint() -> Any:
 
 
 doctor_route.register()
+metrics_route.register()
 if _IS_FIRST_COPY:
     queued_prompt.register(NODE_CLASS_MAPPINGS.keys(), {node.ID for node in _WITH_BACKEND})
     server_start.register()

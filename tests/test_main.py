@@ -34,17 +34,98 @@ def foreign(tmp_path, monkeypatch):
 def test_the_owner_can_trust_a_file(foreign, capsys):
     with pytest.raises(UntrustedFile):
         read_graphs(foreign.read_bytes(), Trust())
-    assert main(["trust", str(foreign)]) == 0
+    assert main(["trust", "add", str(foreign), "--yes"]) == 0
     assert "is trusted" in capsys.readouterr().out
     assert read_graphs(foreign.read_bytes(), Trust()) == []
+
+
+@pytest.fixture
+def signed(foreign, tmp_path, capsys):
+    """Return the path of a file that another machine signed for others, and its fingerprint."""
+    pytest.importorskip("cryptography")
+    theirs = Trust(tmp_path / "theirs")
+    made = theirs.maker.make()
+    foreign.write_bytes(write_graphs([], theirs))
+    return foreign, made
+
+
+def test_a_signer_is_trusted_listed_and_removed(signed, capsys):
+    path, made = signed
+    assert main(["trust", "list"]) == 0
+    assert "Only graphs of this machine's own key run here." in capsys.readouterr().out
+    assert main(["trust", "add", str(path), "--yes", "--name", "Alice\x1b[2J  B."]) == 0
+    assert read_graphs(path.read_bytes(), Trust()) == []
+    capsys.readouterr()
+    assert main(["trust", "list"]) == 0
+    assert capsys.readouterr().out.split(maxsplit=2) == ["signer", made, "Alice?[2J B.\n"]
+    assert main(["trust", "remove", made]) == 0
+    with pytest.raises(UntrustedFile):
+        read_graphs(path.read_bytes(), Trust())
+    assert main(["trust", "remove", made]) == 1
+
+
+def test_a_fingerprint_is_trusted_before_there_is_a_file(signed):
+    path, made = signed
+    assert main(["trust", "add", made, "--yes"]) == 0
+    assert read_graphs(path.read_bytes(), Trust()) == []
+
+
+def test_one_file_is_trusted_and_its_signer_is_not(signed, tmp_path, capsys):
+    path, _ = signed
+    assert main(["trust", "add", str(path), "--yes", "--file-only"]) == 0
+    assert read_graphs(path.read_bytes(), Trust()) == []
+    other = write_graphs([graph("cd" * 32)], Trust(tmp_path / "theirs"))
+    with pytest.raises(UntrustedFile):
+        read_graphs(other, Trust())
+    capsys.readouterr()
+    assert main(["trust", "list"]) == 0
+    (digest,) = Trust().trusted_digests()
+    assert capsys.readouterr().out == f"file    {digest}\n"
+    assert main(["trust", "remove", digest]) == 0
+    with pytest.raises(UntrustedFile):
+        read_graphs(path.read_bytes(), Trust())
+
+
+@pytest.mark.parametrize(("answer", "status"), [("yes\n", 0), ("YES \n", 0), ("\n", 1), ("y\n", 1)])
+def test_the_owner_is_asked_in_words_that_say_what_trust_means(signed, answer, status, monkeypatch, capsys):
+    path, made = signed
+    stream = io.StringIO(answer)
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert main(["trust", "add", str(path)]) == status
+    out = capsys.readouterr().out
+    assert "Graphs are native code." in out
+    assert made in out
+    assert [signer.fingerprint for signer in Trust().signers.read()] == ([] if status else [made])
+
+
+def test_where_nobody_can_answer_nobody_is_trusted(signed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
+    assert main(["trust", "add", str(signed[0])]) == 1
+    assert "--yes" in capsys.readouterr().err
+    assert Trust().signers.read() == []
+
+
+def test_a_key_is_made_shown_and_made_again(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(tmp_path / "mine"))
+    assert main(["key", "show"]) == 1
+    assert "`key new` makes one" in capsys.readouterr().err
+    shown = []
+    for _ in range(2):
+        assert main(["key", "new"]) == 0
+        assert main(["key", "show"]) == 0
+        shown.append(capsys.readouterr().out.splitlines()[-1])
+    assert len(set(shown)) == 2
+    assert all(re.fullmatch("SHA256:.{43}", line) for line in shown)
 
 
 def test_trusting_repeats_no_escape_sequence(foreign, tmp_path, capsys):
     named = tmp_path / "\x1b[2J.graph.safetensors"
     named.write_bytes(foreign.read_bytes())
-    assert main(["trust", str(named)]) == 0
+    assert main(["trust", "add", str(named), "--yes"]) == 0
     named.write_bytes(save({}, {"compiled_graphs": json.dumps({"format": "\x1b[2J\n\x9b"})}))
-    assert main(["trust", str(named)]) == 1
+    assert main(["trust", "add", str(named), "--yes"]) == 1
     out, err = capsys.readouterr()
     assert [text.count("?[2J") for text in (out, err)] == [1, 1]
     assert not any(text.rstrip("\n").count(character) for text in (out, err) for character in "\x1b\x9b\n")
@@ -53,7 +134,7 @@ def test_trusting_repeats_no_escape_sequence(foreign, tmp_path, capsys):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
 def test_a_pipe_is_not_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    assert main(["trust", str(tmp_path / "pipe")]) == 1
+    assert main(["trust", "add", str(tmp_path / "pipe"), "--yes"]) == 1
     assert "a pipe" in capsys.readouterr().err
 
 
@@ -62,7 +143,7 @@ def test_output_replaces_characters_that_the_stream_lacks(foreign, tmp_path, mon
     named.write_bytes(foreign.read_bytes())
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
     monkeypatch.setattr(sys, "stdout", stream)
-    assert main(["trust", str(named)]) == 0
+    assert main(["trust", "add", str(named), "--yes"]) == 0
     stream.flush()
     assert stream.buffer.getvalue().startswith(b"gr??e?.graph.safetensors, 0 graphs")
 
@@ -73,13 +154,13 @@ def test_invalid_file_is_not_trusted(tmp_path, monkeypatch, capsys, content):
     path = tmp_path / "file"
     if content is not None:
         path.write_bytes(content)
-    assert main(["trust", str(path)]) == 1
+    assert main(["trust", "add", str(path), "--yes"]) == 1
     assert "cannot be trusted" in capsys.readouterr().err
     assert not Trust().trusted_digests()
 
 
 def test_it_runs_as_a_module(foreign):
-    command = [sys.executable, "-m", "compiled_graphs", "trust", str(foreign)]
+    command = [sys.executable, "-m", "compiled_graphs", "trust", "add", str(foreign), "--yes"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
 

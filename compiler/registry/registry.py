@@ -91,7 +91,7 @@ class Registry:
 
         Times are in seconds, and sizes in bytes. `explained` says in `language` what each reason in the report means.
         """
-        disk = self._disk()
+        disk = self.disk()
         with self._lock:
             workflows = {
                 workflow: {"roles": {name: _role_report(role) for name, role in roles.items()}}
@@ -112,7 +112,7 @@ class Registry:
             "explained": explained(reasons, language),
         }
 
-    def _disk(self) -> dict[str, Any] | None:
+    def disk(self) -> dict[str, Any] | None:
         """Return what the store holds, or None if it cannot be listed quickly."""
         store = self.cache.store
         if store is None or not store.is_near:

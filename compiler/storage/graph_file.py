@@ -24,7 +24,9 @@ from ..backends.base import Backend
 from ..common import bounded_json
 from ..common.errors import printable
 from ..identity.graph_spec import CompiledGraph, GraphIdentity, GraphSpec, InputSpec, WeightSpec
-from .trust import Trust, UnusableKey
+from .private_files import UnusableKey
+from .signers import Signature
+from .trust import Trust
 
 FORMAT = 4
 SUFFIX = ".graph.safetensors"
@@ -94,7 +96,10 @@ def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
     ]
     manifest = json.dumps({"format": FORMAT, "graphs": entries}, sort_keys=True)
     tensors = {graph.key: numpy.frombuffer(blob, dtype=numpy.uint8) for graph, blob in zip(unique, blobs, strict=True)}
-    data = write_container(tensors, {"compiled_graphs": manifest, "signature": trust.sign(manifest.encode())})
+    metadata = {"compiled_graphs": manifest, "signature": trust.sign(manifest.encode())}
+    if made := trust.countersign(manifest.encode()):
+        metadata |= {"signer": made.key, "signature_of_signer": made.value}
+    data = write_container(tensors, metadata)
     if len(data) > MAX_FILE or int.from_bytes(data[:8], "little") > MAX_HEADER:
         raise GraphFileError(f"{len(unique)} graphs are too many for one file: save parts of the model separately")
     return data
@@ -107,6 +112,17 @@ def read_manifest(source: bytes | BinaryIO) -> list[Entry]:
     and OSError if the file cannot be read.
     """
     return _entries(_read_header(_as_file(source)).manifest)
+
+
+def read_signature(source: bytes | BinaryIO) -> Signature | None:
+    """Return who a file says has signed it, if it is so; None for a file without a public signature.
+
+    Raises GraphFileError, UnusableKey without the library for signatures, and OSError if the file cannot be read.
+    """
+    header = _read_header(_as_file(source))
+    if header.maker and not header.maker.is_valid(header.manifest.encode()):
+        raise GraphFileError("the file names a signer, and the signature is not valid")
+    return header.maker
 
 
 def read_graphs(source: bytes | BinaryIO, trust: Trust) -> list[StoredGraph]:
@@ -143,6 +159,9 @@ def _map_in_threads(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
 class _Header:
     manifest: str
     signature: str
+    """This machine's own, by its secret."""
+    maker: Signature | None
+    """The public one, if the file has it."""
     places: Mapping[str, Any]
     """The container's fields of each blob. They are not signed."""
     start: int
@@ -174,9 +193,10 @@ def _read_header(file: BinaryIO) -> _Header:
         raise GraphFileError("the file is a safetensors file without graphs")
     try:
         manifest, signature = _text(metadata["compiled_graphs"]), _text(metadata.get("signature", ""))
+        public = Signature(_text(metadata.get("signer", "")), _text(metadata.get("signature_of_signer", "")))
     except (TypeError, ValueError):
         raise GraphFileError("the file's header holds something that is not text") from None
-    return _Header(manifest, signature, fields, 8 + length, total - 8 - length)
+    return _Header(manifest, signature, public if public.key else None, fields, 8 + length, total - 8 - length)
 
 
 def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> str | None:
@@ -187,7 +207,9 @@ def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> str | None:
             return None
     except UnusableKey as error:
         problem = str(error)
-    return None if trust.trusts(file) else problem
+    if header.maker:
+        problem = trust.distrust_of(header.manifest.encode(), header.maker)
+    return None if problem is None or trust.trusts(file) else problem
 
 
 def _read_blob(file: BinaryIO, header: _Header, entry: Entry) -> bytes:

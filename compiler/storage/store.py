@@ -21,8 +21,10 @@ from ..common import bounded_json
 from ..common.errors import printable
 from ..common.files import PARTIAL_AGE, STORE, is_partial, open_regular, write_whole
 from .base import StoreEntry
+from .claims import claimed
 from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
-from .trust import Trust, UnusableKey
+from .private_files import UnusableKey
+from .trust import Trust
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -46,6 +48,10 @@ PAUSE = 60.0
 _KEY = "[0-9a-f]{64}"
 _GRAPH_NAME = re.compile(_KEY + re.escape(SUFFIX))
 _NOTE_NAME = re.compile(_KEY + re.escape(NOTE_SUFFIX))
+CLAIM_SUFFIX = ".claim"
+MAX_CLAIM = 100
+"""Bytes."""
+_CLAIM_NAME = re.compile(_KEY + re.escape(CLAIM_SUFFIX))
 _LOCK_NAME = re.compile(r"[0-9a-f]{2}\.lock")
 """Only this module gives files these names. Other files stay: the folder may hold saved graphs, or anything else."""
 WRITTEN = ("LastModified", "last_modified", "mtime", "created")
@@ -204,14 +210,15 @@ class _Store(ABC):
     def sweep(self, age: float = PARTIAL_AGE) -> list[StoreEntry]:
         """Remove and return stores' partial files older than `age` seconds. Raises OSError as `entries` does."""
         latest = time.time() - age
-        partial = [file for file in self._files() if is_partial(file.name, STORE) and file.used <= latest]
+        names = [file for file in self._files() if is_partial(file.name, STORE) or _CLAIM_NAME.fullmatch(file.name)]
+        partial = [file for file in names if file.used <= latest]
         return [file for file in partial if self.remove(file.name)]
 
     def clear(self) -> list[StoreEntry]:
         """Remove only what the store has written. Return the graph files that were removed. Raises OSError."""
         self.sweep(age=-math.inf)
         for file in self._files():
-            if _NOTE_NAME.fullmatch(file.name):
+            if _NOTE_NAME.fullmatch(file.name) or _CLAIM_NAME.fullmatch(file.name):
                 self.remove(file.name)
         return [entry for entry in self.entries() if self.remove(entry.name)]
 
@@ -308,8 +315,8 @@ class UrlStore(_Store):
     """A store at any URL that fsspec has a driver for. The bucket or folder must exist.
 
     An object store writes an object whole or not at all, so no partial file is needed. If a driver writes differently,
-    the digests show the damage. There are no locks: two workers may compile the same graph, and the last one written
-    stays. Reading a file does not change its time stamp, so the order of use is the order of writing.
+    the digests show the damage. There are no locks, so machines take turns by claims (`claims.py`). Reading a file does
+    not change its time stamp, so the order of use is the order of writing.
     """
 
     is_near = False
@@ -319,6 +326,24 @@ class UrlStore(_Store):
         _require_driver(url)
         self._url = url
         self._paused_until = 0.0
+
+    @contextmanager
+    def exclusive(self, key: str) -> Iterator[None]:
+        """Keep other machines from compiling a graph at the same time. Not reentrant. A graph that is there is free."""
+        if self._exists(f"{key}{SUFFIX}"):
+            yield
+            return
+        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT):
+            yield
+
+    def _exists(self, name: str) -> bool:
+        try:
+            with self._driver_errors():
+                files, folder = self._root
+                files.invalidate_cache(folder)
+                return files.exists(f"{folder}/{name}")
+        except OSError:
+            return False
 
     @cached_property
     def _root(self) -> tuple[AbstractFileSystem, str]:
@@ -371,6 +396,26 @@ class UrlStore(_Store):
             files.rm_file(f"{folder}/{name}")
 
 
+class _ClaimObject:
+    """A claim in a store at a URL."""
+
+    def __init__(self, store: UrlStore, name: str) -> None:
+        self._store = store
+        self._name = _checked(name, _CLAIM_NAME)
+
+    def read(self) -> bytes | None:
+        try:
+            return self._store.open(self._name).read(MAX_CLAIM)
+        except FileNotFoundError:
+            return None
+
+    def write(self, data: bytes) -> None:
+        self._store._write(self._name, data)
+
+    def delete(self) -> None:
+        self._store._delete(self._name)
+
+
 def open_store(place: str) -> FolderStore | UrlStore:
     """Return the store in a folder or at a URL. Raises StoreError if there is no driver for the URL."""
     if "://" not in place:
@@ -420,7 +465,8 @@ def _require_driver(url: str) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    return bool(_GRAPH_NAME.fullmatch(name) or _NOTE_NAME.fullmatch(name) or is_partial(name, STORE))
+    names = _GRAPH_NAME, _NOTE_NAME, _CLAIM_NAME
+    return any(pattern.fullmatch(name) for pattern in names) or is_partial(name, STORE)
 
 
 def _checked(name: str, pattern: re.Pattern[str]) -> str:

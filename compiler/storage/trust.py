@@ -1,7 +1,8 @@
-"""This module decides which graph files may run here: those that this machine signed or its owner named.
+"""This module decides which graph files may run here: those that this machine signed, or that its owner trusts.
 
-The key and the list are in the owner's configuration folder, which no workflow, prompt or HTTP request can
-reach. The owner gives trust on the command line and nowhere else.
+The owner trusts single files by their digest, and signers by the fingerprint of their public key (`signers.py`). Keys
+and lists are in the owner's configuration folder, which no workflow, prompt or HTTP request can reach. The owner gives
+trust on the command line and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import hmac
 import logging
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from ..common.files import create_whole, open_regular
+from ..common.files import create_whole
+from .private_files import READABLE, WRITABLE, UnusableKey, make_private_folder, read_private
+from .signers import Maker, Signature, Signers
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +26,6 @@ MAX_LIST = 2**24
 """Bytes that the list of trusted files may have."""
 _ELSEWHERE = "set COMPILED_GRAPHS_TRUST to a folder that only you can read"
 _CHUNK = 2**20
-_READABLE, _WRITABLE = 0o077, 0o022
-"""Bits of a file's mode that let others read it or write to it."""
-
-
-class UnusableKey(OSError):
-    """No key can be used to sign. The message says why, and what to do."""
 
 
 def default_folder() -> Path:
@@ -63,6 +59,41 @@ class Trust:
         """Whether a signature is this machine's. Raises UnusableKey as `sign` does."""
         return signature.isascii() and hmac.compare_digest(self.sign(text), signature)
 
+    @property
+    def maker(self) -> Maker:
+        """The key with which this machine signs for others, if its owner has made one."""
+        return Maker(self.folder)
+
+    @property
+    def signers(self) -> Signers:
+        """The list of those whose files may run here."""
+        return Signers(self.folder)
+
+    def countersign(self, text: bytes) -> Signature | None:
+        """Return the signature for others; None if this machine has no such key, or cannot use it."""
+        maker = self.maker
+        if not maker.exists:
+            return None
+        try:
+            return maker.sign(text)
+        except OSError as error:
+            log.warning("What is saved is signed for this machine only: %s.", error)
+            return None
+
+    def distrust_of(self, text: bytes, signature: Signature) -> str | None:
+        """Return why a manifest that somebody else signed may not run here, or None if it may."""
+        try:
+            fingerprint = signature.fingerprint
+            if not any(signer.fingerprint == fingerprint for signer in self.signers.read()):
+                return f"it is signed by {fingerprint}, and the owner of this machine has not trusted this signer"
+            if not signature.is_valid(text):
+                return f"it names {fingerprint} as its signer, and the signature is not valid"
+        except ValueError:
+            return "it names a signer in a form that is none"
+        except OSError as error:
+            return str(error)
+        return None
+
     def trusts(self, file: BinaryIO) -> bool:
         """Whether the owner trusted exactly this file. Raises OSError if it cannot be read."""
         digests = self.trusted_digests()
@@ -84,7 +115,7 @@ class Trust:
         Raises OSError if the file cannot be read, or the list cannot be used or written.
         """
         digest = _digest(file)
-        _make_folder(self.folder)
+        make_private_folder(self.folder)
         try:
             text = self._read_list()
         except FileNotFoundError:
@@ -96,8 +127,16 @@ class Trust:
                 list_file.write(f"{begin}{digest}\n")
         return digest
 
+    def remove(self, digest: str) -> bool:
+        """No longer trust a file, and return whether it was trusted. Raises OSError."""
+        known = self._read_list().split() if (self.folder / "trusted").exists() else []
+        if digest not in known:
+            return False
+        (self.folder / "trusted").write_text("".join(f"{other}\n" for other in known if other != digest))
+        return True
+
     def _read_list(self) -> str:
-        return _read_private(self.folder / "trusted", MAX_LIST, _WRITABLE, "changed").decode("ascii", "replace")
+        return read_private(self.folder / "trusted", MAX_LIST, WRITABLE, "changed").decode("ascii", "replace")
 
     def _read_or_make_key(self) -> bytes:
         if self._key is None:
@@ -109,7 +148,7 @@ class Trust:
 
     def _make_key(self) -> bytes:
         try:
-            _make_folder(self.folder)
+            make_private_folder(self.folder)
             create_whole(self.folder / "key", secrets.token_bytes(KEY_BYTES))
         except OSError as error:
             raise UnusableKey(
@@ -120,7 +159,7 @@ class Trust:
     def _read_key(self) -> bytes:
         path = self.folder / "key"
         try:
-            key = _read_private(path, KEY_BYTES, _READABLE, "read")
+            key = read_private(path, KEY_BYTES, READABLE, "read")
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -129,30 +168,6 @@ class Trust:
         if len(key) != KEY_BYTES:
             raise UnusableKey(f"{path} is not a key. Remove it, and a new one is made")
         return key
-
-
-def _read_private(path: Path, most: int, forbidden: int, done: str) -> bytes:
-    """Return at most `most + 1` bytes of a file: with the last one the caller sees that the file is too long.
-
-    Raises OSError, also if the file's mode has a `forbidden` bit. `done` is the verb for what others could have done.
-    """
-    with open_regular(path) as file:
-        found = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        if os.name != "nt" and found & forbidden:
-            raise OSError(
-                f"{path} can be {done} by other users (mode {found:04o}): make it yours with chmod 600, or remove it "
-                "if somebody may have done so"
-            )
-        return file.read(most + 1)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents, which only the owner can enter, whatever the process's umask allows."""
-    if folder.is_dir():
-        return
-    if not folder.parent.exists():
-        _make_folder(folder.parent)
-    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _digest(file: BinaryIO) -> str:

@@ -203,3 +203,15 @@ def test_changes_are_announced_at_a_bounded_rate(server, workflow):
     dropped = asyncio.run(_listen(server, 2, lambda: post(server, "drop", {"workflow": "another"})))
     assert len(dropped) == 1
     assert asyncio.run(_listen(server, 1, lambda: report(server))) == [], "reading is no change"
+
+
+def test_metrics_say_what_the_registry_says(server, workflow):
+    server.run(workflow(seed=next(SEEDS)))
+    with urllib.request.urlopen(f"{server.address}/compiled_graphs/metrics", timeout=60) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    found = report(server)
+    assert float(values["compiled_graphs_compiles_total"]) == found["totals"]["compiles"] > 0
+    assert float(values["compiled_graphs_block_calls_total"]) == found["totals"]["calls"] > 0
+    assert float(values["compiled_graphs_memory_bytes"]) == found["memory"]["bytes"] > 0

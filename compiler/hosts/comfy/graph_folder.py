@@ -14,7 +14,8 @@ from ...common.files import open_regular, write_whole
 from ...common.words import Words, say
 from ...identity.graph_spec import CompiledGraph
 from ...storage.graph_file import SUFFIX, Entry, GraphFileError, StoredGraph, read_graphs, read_or_list, write_graphs
-from ...storage.trust import Trust, UnusableKey
+from ...storage.private_files import UnusableKey
+from ...storage.trust import Trust
 
 FOLDER = "compiled_graphs"
 NONE = "none"

@@ -24,6 +24,7 @@ from compiled_graphs.compiler.common.files import write_whole
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.identity.graph_spec import GraphSpec, InputSpec, WeightSpec
 from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.storage import claims
 from compiled_graphs.compiler.storage import store as store_module
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.storage.store import FolderStore, StoreError, UrlStore, default_limit, open_store
@@ -637,6 +638,7 @@ def test_clear_removes_only_the_stores_files(store):
 COMPILER = """
 import pickle, sys, time
 from pathlib import Path
+from compiled_graphs.compiler.storage import claims
 from compiled_graphs.compiler.storage.store import FolderStore
 store, graph = FolderStore(sys.argv[1]), pickle.loads(Path(sys.argv[2]).read_bytes())
 print("ready", flush=True)
@@ -665,6 +667,7 @@ def test_two_processes_compile_a_graph_once(store, tmp_path):
 
 HOLDER = """
 import sys, time
+from compiled_graphs.compiler.storage import claims
 from compiled_graphs.compiler.storage.store import FolderStore
 with FolderStore(sys.argv[1]).exclusive(sys.argv[2]):
     print("held", flush=True)
@@ -861,6 +864,37 @@ def test_a_restart_with_the_same_url_compiles_nothing(drivers):
     assert compile_network(network, Registry(GraphCache(UrlStore("s3://bucket/graphs")))).counters.compiles == 1
     again = compile_network(network, Registry(GraphCache(UrlStore("s3://bucket/graphs"))))
     assert (again.counters.compiles, again.counters.from_disk) == (0, 1)
+
+
+def test_machines_that_share_a_url_compile_a_graph_once(drivers, monkeypatch):
+    for name, seconds in (("SETTLE", 0.1), ("POLL", 0.02)):
+        monkeypatch.setattr(claims, name, seconds)
+    made = []
+
+    def machine():
+        store = UrlStore("s3://bucket/graphs")
+        with store.exclusive(GRAPH.key):
+            if store.get(GRAPH.key) is None:
+                made.append(store)
+                time.sleep(0.3)
+                store.put(GRAPH)
+
+    machines = [threading.Thread(target=machine) for _ in range(5)]
+    for each in machines:
+        each.start()
+    for each in machines:
+        each.join()
+    assert len(made) == 1
+    assert [entry.name for entry in UrlStore("s3://bucket/graphs").entries()] == [f"{GRAPH.key}.graph.safetensors"]
+    assert [name for name in Bucket.store if name.endswith(".claim")] == []
+
+
+def test_a_graph_that_is_there_is_not_claimed(drivers, monkeypatch):
+    store = UrlStore("s3://bucket/graphs")
+    store.put(GRAPH)
+    monkeypatch.setattr(store_module, "claimed", lambda place, limit: pytest.fail("claimed"))
+    with store.exclusive(GRAPH.key):
+        pass
 
 
 @pytest.mark.parametrize("url", ["memory://graphs", "s3://bucket/graphs"])

@@ -7,7 +7,8 @@ import stat
 import threading
 
 import pytest
-from compiled_graphs.compiler.storage.trust import KEY_BYTES, Trust, UnusableKey, default_folder
+from compiled_graphs.compiler.storage.private_files import UnusableKey
+from compiled_graphs.compiler.storage.trust import KEY_BYTES, Trust, default_folder
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="Windows keeps permissions elsewhere")
 
