@@ -22,8 +22,13 @@ PROMPT_LIMIT = 900.0
 
 
 def install(place: Path) -> None:
-    """Put this extension where ComfyUI looks for it: a link, or a copy where links are not allowed."""
+    """Put this extension where ComfyUI looks for it: a link, or a copy where links are not allowed.
+
+    A link that is there already stays: another server of this folder may be starting.
+    """
     if place.is_symlink():
+        if place.resolve() == EXTENSION:
+            return
         place.unlink()
     elif place.exists():
         shutil.rmtree(place)
