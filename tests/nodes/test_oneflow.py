@@ -61,7 +61,7 @@ def test_oneflow_matches_eager_and_its_file_loads(home, start_server, speedy, pi
         del prompt["20"], prompt["9"]
         prompt[decode(prompt)]["inputs"]["vae"] = ["2", 1]
         outputs = server.run(prompt)
-        assert "3 of 3 regions" in outputs["2"]["text"][0]
+        assert "3 of 3 block types loaded" in outputs["2"]["text"][0]
         assert totals(server)["compiles"] == 0
         assert totals(server)["reasons"] == {}
         again = pixels(server, outputs)
