@@ -5,8 +5,8 @@ back. The last writer's name is there. So one of those that came at once goes on
 object again every few seconds while it compiles: a claim that no longer changes is a dead machine's. No clocks are
 compared.
 
-Two machines compile the same graph only if the store takes longer than SETTLE to show what was written, or if the store
-does not answer.
+Two machines compile the same graph if the store takes longer than SETTLE to show what was written, if it does not
+answer, if a machine stands still for STALE seconds and then goes on, or if a compile takes longer than the limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that only the owner of this machine's account may read or change: keys, and lists of whom he trusts."""
+"""Files that only the owner of this machine's account may read or change: keys, and lists of who is trusted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..common.files import open_regular
+from ..common.files import create_whole, open_regular
 
 READABLE, WRITABLE = 0o077, 0o022
 """Bits of a file's mode that let others read it or write to it."""
@@ -29,6 +29,15 @@ def read_private(path: Path, most: int, forbidden: int, done: str) -> bytes:
                 "if somebody may have done so"
             )
         return file.read(most + 1)
+
+
+def replace_private(path: Path, data: bytes) -> None:
+    """Replace a file by one with these bytes, which only its owner can read. Raises OSError."""
+    make_private_folder(path.parent)
+    partial = path.with_name(f"{path.name}.new")
+    partial.unlink(missing_ok=True)
+    create_whole(partial, data)
+    os.replace(partial, path)
 
 
 def make_private_folder(folder: Path) -> None:

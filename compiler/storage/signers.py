@@ -7,7 +7,6 @@ others or trust others: what this machine made itself is known by its own key (`
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import create_whole
-from .private_files import READABLE, WRITABLE, UnusableKey, make_private_folder, read_private
+from .private_files import READABLE, WRITABLE, UnusableKey, make_private_folder, read_private, replace_private
 
 PREFIX = "SHA256:"
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
@@ -134,7 +133,7 @@ class Signers:
         return [Signer(first, rest.strip()) for first, _, rest in lines if FINGERPRINT.fullmatch(first)]
 
     def add(self, signer: Signer) -> bool:
-        """Add somebody, and return whether he was missing. Raises OSError."""
+        """Add a signer, and return whether it was missing. Raises OSError."""
         known = self.read()
         if any(signer.fingerprint == other.fingerprint for other in known):
             return False
@@ -142,7 +141,7 @@ class Signers:
         return True
 
     def remove(self, fingerprint: str) -> bool:
-        """Remove somebody, and return whether he was there. Raises OSError."""
+        """Remove a signer, and return whether it was there. Raises OSError."""
         known = self.read()
         kept = [signer for signer in known if signer.fingerprint != fingerprint]
         if len(kept) < len(known):
@@ -150,20 +149,8 @@ class Signers:
         return len(kept) < len(known)
 
     def _write(self, signers: list[Signer]) -> None:
-        make_private_folder(self._path.parent)
         text = "".join(f"{signer.fingerprint} {signer.name}".rstrip() + "\n" for signer in signers)
-        partial = self._path.with_name(f"{SIGNERS}.new")
-        partial.unlink(missing_ok=True)
-        create_whole(partial, text.encode())
-        os.replace(partial, self._path)
-
-
-def is_hex(text: str, size: int) -> bool:
-    """Whether a text is this many bytes in hexadecimal digits."""
-    try:
-        return len(binascii.unhexlify(text)) == size
-    except (binascii.Error, ValueError):
-        return False
+        replace_private(self._path, text.encode())
 
 
 def _library() -> tuple[Any, type[Exception]]:

@@ -208,11 +208,10 @@ class _Store(ABC):
         return gone
 
     def sweep(self, age: float = PARTIAL_AGE) -> list[StoreEntry]:
-        """Remove and return stores' partial files older than `age` seconds. Raises OSError as `entries` does."""
+        """Remove and return partial files and claims older than `age` seconds. Raises OSError as `entries` does."""
         latest = time.time() - age
-        names = [file for file in self._files() if is_partial(file.name, STORE) or _CLAIM_NAME.fullmatch(file.name)]
-        partial = [file for file in names if file.used <= latest]
-        return [file for file in partial if self.remove(file.name)]
+        left = [file for file in self._files() if is_partial(file.name, STORE) or _CLAIM_NAME.fullmatch(file.name)]
+        return [file for file in left if file.used <= latest and self.remove(file.name)]
 
     def clear(self) -> list[StoreEntry]:
         """Remove only what the store has written. Return the graph files that were removed. Raises OSError."""

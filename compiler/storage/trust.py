@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..common.files import create_whole
-from .private_files import READABLE, WRITABLE, UnusableKey, make_private_folder, read_private
+from .private_files import READABLE, WRITABLE, UnusableKey, make_private_folder, read_private, replace_private
 from .signers import Maker, Signature, Signers
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,8 @@ class Trust:
         known = self._read_list().split() if (self.folder / "trusted").exists() else []
         if digest not in known:
             return False
-        (self.folder / "trusted").write_text("".join(f"{other}\n" for other in known if other != digest))
+        text = "".join(f"{other}\n" for other in known if other != digest)
+        replace_private(self.folder / "trusted", text.encode())
         return True
 
     def _read_list(self) -> str:

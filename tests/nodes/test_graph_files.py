@@ -64,12 +64,12 @@ def saved_name(text):
 
 
 def test_a_saved_file_loads_after_a_restart(home, start_server, saving, loading, pixels):
+    shutil.rmtree(home / "graphs", ignore_errors=True)  # what other tests compiled
     with start_server() as first:
         outputs = first.run(saving(seed=1))
         text = outputs["9"]["text"][0].splitlines()
         assert re.fullmatch(r"4 graphs saved to tiny_\d{5}_\.graph\.safetensors, \d\.\d MB", text[0]), text
-        # Another test may have compiled it.
-        assert re.match(r"Compiled now: Ready(: 1 of 1 block types compiled \(| \(loaded from disk, )", text[1]), text
+        assert text[1].startswith("Compiled now: Ready: 1 of 1 block types compiled (")
         name, (image,) = saved_name(text[0]), pixels(first, outputs)
     shutil.rmtree(home / "graphs")
     shutil.rmtree(home / "inductor")
@@ -88,15 +88,14 @@ def test_a_saved_file_loads_after_a_restart(home, start_server, saving, loading,
         assert all(role["calls"] > 0 for role in roles.values())
 
 
-def test_what_a_file_lacks_is_compiled_and_named(server, loading, workflow):
+def test_what_a_file_lacks_is_compiled_and_named(fresh, loading, workflow):
     prompt = {"1": workflow()["1"]}
     prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": {"vae": ["1", 2], "filename_prefix": "tiny"}}
-    name = saved_name(server.run(prompt)["9"]["text"][0])
-    outputs = server.run(loading(name, seed=21))
+    name = saved_name(fresh.run(prompt)["9"]["text"][0])
+    outputs = fresh.run(loading(name, seed=21))
     lines = outputs["2"]["text"][0].splitlines()
     label = name.removesuffix(".graph.safetensors")
-    # Unless another test has compiled them.
-    assert re.match(rf"Ready: 0 of 3 block types loaded from {label}(, 3 compiled here)? \(", lines[0]), lines
+    assert lines[0].startswith(f"Ready: 0 of 3 block types loaded from {label}, 3 compiled here (")
     assert lines[-1].startswith("VAE: Ready: 1 of 1 block types loaded from ")
     assert outputs["8"]["images"]
 
