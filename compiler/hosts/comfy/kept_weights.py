@@ -1,17 +1,19 @@
-"""Copies of streamed weights that stay on the GPU for one sampling, spread over a network's blocks.
+"""Copies of streamed weights that stay on the GPU for one sampling. All blocks then wait for equally many bytes.
 
 ComfyUI fills the pages of the largest layers first, so what does not fit belongs to some blocks more than to others.
-Those blocks wait for copies, and during the rest nothing is copied. If each block has the same share of its weights on
-the GPU, copies and graphs run side by side all the time: a step takes as long as the slower of the two, and no longer
-as long as their sum.
+Those blocks wait for copies, and during the rest nothing is copied. If each block has as many bytes to bring as the
+others, copies and graphs run side by side all the time: a step takes as long as the slower of the two, and no longer
+as long as their sum. The ring that the bytes pass through is then as small as can be, and more copies find room.
 
 The copies take the memory of pages: ComfyUI empties these when the copies are made. They go at the end of a sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch import nn
 
 from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS, PLACE
 
+ALIGNMENT = 512
+"""Of each layer's bytes in memory that layers share."""
 GROWTH = 0.1
 """A new plan is made if it would keep more by this share of all weights."""
 
@@ -35,9 +39,11 @@ class KeptWeights:
     """The copies of one network's weights. None outlives a sampling; the plan does."""
 
     def __init__(self) -> None:
-        self._wanted: set[int] = set()
+        self._wanted: dict[int, weakref.ref[nn.Module]] = {}
+        """Layers whose weights are to stay, by the identity of their attributes."""
         self._copies: dict[int, Copy] = {}
         self._is_open = self._has_left = False
+        self._slab: _Slab | None = None
         self._most: int | None = None
         """More bytes than these left too little memory for a call."""
 
@@ -48,14 +54,14 @@ class KeptWeights:
     def close(self) -> None:
         """The sampling is over."""
         self._is_open = False
-        self._copies.clear()
+        self._let_go()
 
     def leave_to_pages(self) -> bool:
         """All weights have found room: let the copies go, once a sampling. Return whether none is left."""
         if self._copies and self._has_left:
             return False
         self._has_left = self._has_left or bool(self._copies)
-        self._copies.clear()
+        self._let_go()
         self._wanted.clear()
         self._most = None
         return True
@@ -69,14 +75,22 @@ class KeptWeights:
         """
         if not self._is_open:
             return
-        layers = list({id(layer): layer for region in regions for layer in region if _lasts(layer)}.values())
+        regions = [[layer for layer in region if _lasts(layer)] for region in regions]
+        layers = list({id(layer): layer for region in regions for layer in region}.values())
         total, wanted = _bytes_of(layers), _bytes_of(filter(self.wants, layers))
         room += _bytes_of(layer for layer in layers if id(vars(layer)) in self._copies)
         if self._most is not None:
             room = min(room, self._most)
         if total and room > wanted + GROWTH * total:
-            self._wanted = {id(vars(layer)) for layer in spread(layers, room / total)}
+            self._wanted = {id(vars(layer)): weakref.ref(layer) for layer in evenly(regions, room)}
             self._copies = {key: copy for key, copy in self._copies.items() if key in self._wanted}
+            self._slab = None
+
+    def rest(self, regions: Iterable[Sequence[nn.Module]]) -> int | None:
+        """Return how many bytes a region has to bring at most beside what is to stay; None if nothing is."""
+        if not self._wanted:
+            return None
+        return max((_bytes_of(layer for layer in region if not self.wants(layer)) for region in regions), default=0)
 
     def wants(self, layer: nn.Module) -> bool:
         """Whether a layer's weights are to stay, once they have arrived."""
@@ -105,12 +119,24 @@ class KeptWeights:
         self._copies[id(vars(layer))] = Copy(_origin(layer), made)
         return made
 
-    def memory(self, layer: nn.Module, size: int, device: torch.device) -> torch.Tensor | None:
-        """Return memory for a layer's bytes, in which they are to stay; None if they are not, or there is none."""
+    def memory(
+        self, layer: nn.Module, size: int, device: torch.device, is_staged: Callable[[nn.Module], bool]
+    ) -> OwnMemory | None:
+        """Return memory for a layer's bytes, in which they are to stay; None if they are not, or there is none.
+
+        One allocation serves all layers for which `is_staged`: what fills new memory waits for what the GPU still runs.
+        """
         if not self.wants(layer):
             return None
         try:
-            return _empty(size, device)
+            is_new = self._slab is None
+            if is_new:
+                missing = [wanted for key, reference in self._wanted.items() if key not in self._copies
+                           and (wanted := reference()) is not None and is_staged(wanted)]  # fmt: skip
+                self._slab = _Slab(_bytes_of(missing) + len(missing) * ALIGNMENT, device)
+            if (memory := self._slab.take(size)) is not None:
+                return OwnMemory(memory, is_new)
+            return OwnMemory(_empty(size, device), is_new=True)
         except torch.cuda.OutOfMemoryError:
             self._shrink()
             return None
@@ -120,7 +146,7 @@ class KeptWeights:
         if not self._copies:
             return False
         self._most = self._all_bytes() // 2
-        self._copies.clear()
+        self._let_go()
         self._wanted.clear()
         return True
 
@@ -129,24 +155,65 @@ class KeptWeights:
         """Whether there is no copy."""
         return not self._copies
 
+    def _let_go(self) -> None:
+        self._copies.clear()
+        self._slab = None
+
     def _shrink(self) -> None:
         """There is no memory for another copy: want no more than there are."""
-        self._wanted = set(self._copies)
+        self._wanted = {key: layer for key, layer in self._wanted.items() if key in self._copies}
         self._most = self._all_bytes()
 
     def _all_bytes(self) -> int:
         return sum(_size(copy) for copy in self._copies.values())
 
 
-def spread(layers: Sequence[nn.Module], share: float) -> list[nn.Module]:
-    """Return layers that hold this share of the bytes, in every part of the sequence."""
-    chosen, due = [], 0.0
-    for layer in layers:
-        size = vars(layer)[PLACE][2]
-        due += size * share
-        if size <= due:
-            chosen.append(layer)
-            due -= size
+@dataclass(frozen=True)
+class OwnMemory:
+    """Memory for a layer's weights."""
+
+    memory: torch.Tensor
+    is_new: bool
+    """Whether it was just allocated, so that work that was launched before may still use it."""
+
+
+class _Slab:
+    """One allocation that many layers take parts of. No part is taken twice."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Allocate `size` bytes. Raises torch.cuda.OutOfMemoryError."""
+        self._memory = _empty(size, device)
+        self._taken = 0
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """Return `size` bytes, or None if fewer are left."""
+        start, end = self._taken, self._taken + size
+        if end > self._memory.numel():
+            return None
+        self._taken = -(-end // ALIGNMENT) * ALIGNMENT
+        return self._memory[start:end]
+
+
+def evenly(regions: Sequence[Sequence[nn.Module]], room: int) -> list[nn.Module]:
+    """Return layers to keep within `room` bytes, so that no region has much more to bring than another.
+
+    Small layers come first: the fewer layers are left to a region, the fewer copies it waits for.
+    """
+    seen: set[int] = set()
+    queues = [sorted((layer for layer in region if not (id(layer) in seen or seen.add(id(layer)))), key=_bytes_in)
+              for region in regions]  # fmt: skip
+    heap = [(-_bytes_of(queue), index, 0) for index, queue in enumerate(queues) if queue]
+    heapify(heap)
+    chosen = []
+    while heap:
+        rest, index, place = heappop(heap)
+        layer = queues[index][place]
+        if _bytes_in(layer) > room:
+            continue
+        chosen.append(layer)
+        room -= _bytes_in(layer)
+        if place + 1 < len(queues[index]):
+            heappush(heap, (rest + _bytes_in(layer), index, place + 1))
     return chosen
 
 
@@ -174,7 +241,11 @@ def _copied(tensor: Any) -> Any:
 
 
 def _bytes_of(layers: Iterable[nn.Module]) -> int:
-    return sum(vars(layer)[PLACE][2] for layer in layers)
+    return sum(map(_bytes_in, layers))
+
+
+def _bytes_in(layer: nn.Module) -> int:
+    return vars(layer)[PLACE][2]
 
 
 def _size(copy: Copy) -> int:

@@ -1,8 +1,8 @@
 """A ring of GPU memory for streamed weights that find no room in their pages.
 
 ComfyUI casts such weights into a buffer for each of its two streams. A region needs all of its weights at once, so each
-buffer would hold a whole block, and that memory is taken from weights that could stay. The ring holds one block and as
-much of the next one as is copied while a block runs.
+buffer would hold a whole block, and that memory is taken from weights that could stay. The ring holds what one block
+needs and about as much for those after it, so that copies do not wait for the CPU to launch each block.
 
 The ring has a stream of its own. A copy waits for the graph that reads what it overwrites, and the CPU waits for
 nothing.
@@ -10,6 +10,7 @@ nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,14 +20,13 @@ from torch import nn
 
 from ...common.host import Host
 from . import comfy_compat, vbar_places
-from .kept_weights import KeptWeights
+from .kept_weights import ALIGNMENT, KeptWeights
 from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS
 
 AHEAD_BYTES = 384 * 2**20
-"""Room for the next region's weights at most: about what PCIe copies while a block of a large model runs."""
+"""Room for the weights of later regions at most: about what PCIe copies while a block of a large model runs."""
 PINNED = ("weights", "weights-loaded")
 """Where ComfyUI keeps the bytes of a layer in pinned memory (`comfy.pinned_memory`)."""
-_ALIGNMENT = 512
 
 
 class StagingRing:
@@ -61,55 +61,61 @@ class StagingRing:
         self._is_open, self._was_needed = False, self._memory is not None
         self._free()
 
-    def end_call(self) -> None:
-        """Fit the ring to what the call needed. The next one allocates it anew if that differs much."""
+    def end_call(self, rest: int | None = None) -> None:
+        """Fit the ring to what the call needed. The next one allocates it anew if that differs much.
+
+        `rest` is what a region needs at most once the weights that are to stay have been copied, if that is known.
+        """
         largest, self._largest = self._largest, 0
-        self._needed = largest or self._needed
+        if largest:
+            self._needed = largest if rest is None else min(largest, rest)
         size = self._wanted_size()
         is_fit = self._memory is not None and size <= self._memory.numel() <= size + AHEAD_BYTES // 2
         if not largest or not is_fit:
             self._free()
 
-    def stage(self, layers: Sequence[nn.Module], host: Host, kept: KeptWeights) -> Staging:
-        """Begin to copy the weights of layers that have no room in their pages, and say which layers are left.
+    def stage(self, staging: Staging, host: Host, kept: KeptWeights, is_next: bool = True) -> bool:
+        """Begin to copy weights that have no room in their pages; return whether no layer waits for room in the ring.
 
-        Left are those with room, with LoRAs, in another dtype than the layer's code gets, and not in pinned memory.
+        Left to ComfyUI are layers with room, with LoRAs, in another dtype than the layer's code gets, and not in pinned
+        memory. If the region is next, those that the ring has no room for are left as well.
         Weights that are to stay are copied to memory of their own, whether their pages have room or not.
         """
-        staging = Staging(self._device)
-        for layer in layers:
-            if (found := kept.find(layer)) is not None:
-                staging.weights[id(vars(layer))] = found
-                continue
-            pinned = _pinned_bytes(layer, host) if self._is_open else None
-            memory = None if pinned is None else self._place_for(layer, pinned.nbytes, staging, kept)
-            if memory is None:
+        while staging.pending:
+            layer = staging.pending[0]
+            try:
+                weights = kept.find(layer) or self._begin_copy(layer, staging, host, kept)
+            except _Busy:
+                if not is_next:
+                    break
+                weights = None
+            if weights is None:
                 staging.left.append(layer)
-                continue
-            with self._on_stream():
-                memory.copy_(pinned, non_blocking=True)
-            staging.is_copied = True
-            weight, bias = _as_tensors(layer, memory)
-            staging.weights[id(vars(layer))] = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
+            else:
+                staging.weights[id(vars(layer))] = weights
+            staging.pending.popleft()
         if staging.is_copied and self._stream is not None:
             staging.arrived = self._stream.record_event()
         self._largest = max(self._largest, staging.size)
-        return staging
+        return not staging.pending
 
     def reserve(self, size: int) -> None:
         """Say, before the first call, how much a region needs at most."""
         self._needed = self._needed or size
 
     def _claim(self, size: int, staging: Staging) -> torch.Tensor | None:
-        """Return the next bytes of the ring, or None if weights that somebody waits for lie there."""
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        """Return the next bytes of the ring, or None if it is too small.
+
+        Raises _Busy if weights that somebody waits for lie there.
+        """
+        size = -(-size // ALIGNMENT) * ALIGNMENT
         memory = self._allocated()
         if memory is None or size > memory.numel():
             return None
         start = self._head if self._head + size <= memory.numel() else 0
         overwritten = {other for first, end, other in self._lying if first < start + size and start < end}
         if any(other.is_wanted for other in overwritten):
-            return None
+            raise _Busy
         for other in overwritten:
             if other.done is not None:
                 self._stream.wait_event(other.done)
@@ -119,15 +125,28 @@ class StagingRing:
         staging.size += size
         return memory[start : start + size]
 
-    def _place_for(self, layer: nn.Module, size: int, staging: Staging, kept: KeptWeights) -> torch.Tensor | None:
+    def _begin_copy(self, layer: nn.Module, staging: Staging, host: Host, kept: KeptWeights) -> dict[str, Any] | None:
+        """Begin to copy a layer's weights; return them, or None if they come in another way."""
+        pinned = _pinned_bytes(layer, host) if self._is_open else None
+        memory = None if pinned is None else self._place_for(layer, pinned.nbytes, staging, kept, host)
+        if memory is None:
+            return None
+        with self._on_stream():
+            memory.copy_(pinned, non_blocking=True)
+        staging.is_copied = True
+        return dict(zip(ARRIVED.values(), _as_tensors(layer, memory), strict=True))
+
+    def _place_for(
+        self, layer: nn.Module, size: int, staging: Staging, kept: KeptWeights, host: Host
+    ) -> torch.Tensor | None:
         """Return memory for a layer's bytes: of their own if they are to stay, and else in the ring, or None."""
-        memory = kept.memory(layer, size, self._device)
-        if memory is not None:
+        own = kept.memory(layer, size, self._device, lambda other: _pinned_bytes(other, host) is not None)
+        if own is not None:
             staging.to_keep.append(layer)
-            if self._stream is not None:
+            if own.is_new and self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                memory.record_stream(self._stream)
-            return memory
+                own.memory.record_stream(self._stream)
+            return own.memory
         memory = None if has_room(layer) else self._claim(size, staging)
         staging.lacks_room |= memory is not None
         return memory
@@ -156,10 +175,16 @@ class StagingRing:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
+class _Busy(Exception):
+    """Weights that somebody waits for lie where a layer's would go."""
+
+
 class Staging:
     """The weights of one region in the ring. They stay until `end`, and until what was launched by then has run."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self.pending = deque(layers)
+        """Layers whose way has not been chosen yet."""
         self.weights: dict[int, dict[str, Any]] = {}
         """For each layer, by the identity of its attributes."""
         self.left: list[nn.Module] = []

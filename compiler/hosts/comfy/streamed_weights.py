@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -54,6 +55,8 @@ SMALL_BYTES = 16 * 2**10
 """Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
 FILL_BYTES = 256 * 2**20
 """Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
+MOST_AHEAD = 4
+"""Regions whose weights are on their way at a time. Regions that have little to bring would all be begun at once."""
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, StreamedWeights] = weakref.WeakKeyDictionary()
@@ -159,8 +162,7 @@ class StreamedWeights:
             yield
         finally:
             self.ahead.drop()
-            self.ring.end_call()
-            self._plan_what_stays()
+            self.ring.end_call(self._plan_what_stays())
             if is_held:
                 with self._lock:
                     self._running -= 1
@@ -213,19 +215,23 @@ class StreamedWeights:
         """Note whether a region's weights found room in their pages."""
         self._has_room = has_room and self._has_room is not False
 
-    def _plan_what_stays(self) -> None:
-        """Leave all weights to their pages if they fit there, or spread what room there is over all regions."""
+    def _plan_what_stays(self) -> int | None:
+        """Leave all weights to their pages if they fit there, or spread what room there is over all regions.
+
+        Return how many bytes the next call's regions have to bring at most, if that is known.
+        """
         self._fits = self._has_room is True and self.kept.is_empty
         if self._fits or self._has_room is None:
-            return
+            return None
         regions = [source.layers() for source in self.ahead.order()]
         places = [vars(layer)[PLACE] for layers in regions for layer in layers if self.kept.find(layer) is None]
         there = resident_bytes(places)
         # A region may have found room that was taken from one before it.
         if self._has_room and there == sum(size for _, _, size in places):
             self._fits = self.kept.leave_to_pages()
-        else:
-            self.kept.plan(regions, there)
+            return None
+        self.kept.plan(regions, there)
+        return self.kept.rest(regions)
 
     def layers(self) -> list[nn.Module]:
         """Return the layers that have a place in the VBAR."""
@@ -301,14 +307,15 @@ class StreamedSource:
             self.end_bringing()
             self._weights.ahead.begin_after(self)
 
-    def begin_staging(self) -> None:
-        """Begin to bring the weights that have no room in their pages."""
+    def begin_staging(self, is_next: bool = False) -> bool:
+        """Begin to bring the weights that have no room in their pages; return whether all of them are on their way."""
         if self._staging is None:
-            self._staging = self._weights.ring.stage(self.layers(), self._weights.host, self._weights.kept)
+            self._staging = Staging(self.layers(), self._weights.device)
+        return self._weights.ring.stage(self._staging, self._weights.host, self._weights.kept, is_next)
 
     def begin_bringing(self) -> None:
         """Begin to bring all weights."""
-        self.begin_staging()
+        self.begin_staging(is_next=True)
         if self._cast is None:
             self._cast = Cast(self._staging.left, self._weights.device)
 
@@ -410,20 +417,21 @@ def cast(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Any]:
 
 
 class Ahead:
-    """The order in which regions ask for weights, by which the next region's are brought ahead."""
+    """The order in which regions ask for weights, by which those of the next regions are brought ahead."""
 
     def __init__(self) -> None:
         self._next: dict[int, weakref.ref[StreamedSource]] = {}
         self._first: weakref.ref[StreamedSource] | None = None
         self._last: StreamedSource | None = None
-        self._begun: StreamedSource | None = None
+        self._begun: deque[StreamedSource] = deque()
+        """Regions whose weights are on their way, in the order of their calls."""
 
     def order(self) -> list[StreamedSource]:
         """Return the regions in the order in which they asked first."""
-        found, reference = [], self._first
-        while reference is not None and (source := reference()) is not None and source not in found:
+        found, source = [], _alive(self._first)
+        while source is not None and source not in found:
             found.append(source)
-            reference = self._next.get(id(source))
+            source = self._after(source)
         return found
 
     def note(self, source: StreamedSource) -> None:
@@ -433,35 +441,52 @@ class Ahead:
         else:
             self._next[id(self._last)] = weakref.ref(source)
         self._last = source
-        if self._begun is not None and self._begun is not source:
-            self._begun.end_bringing()
-        self._begun = None
+        while self._begun and (begun := self._begun.popleft()) is not source:
+            begun.end_bringing()
 
     def begin_first(self) -> None:
-        """A call begins: bring what the first region needs while the layers before it run.
+        """A call begins: bring what the first regions need while the layers before them run.
 
-        Only through the ring. ComfyUI's own buffers serve the layers before it.
+        Only through the ring. ComfyUI's own buffers serve the layers before them.
         """
-        first = self._first() if self._first is not None else None
-        if first is not None and comfy_compat.can_bring_ahead():
-            first.begin_staging()
-            self._begun = first
+        self._fill_ring(_alive(self._first))
 
     def begin_after(self, source: StreamedSource) -> None:
-        """A region's graph has been launched: bring what the next one needs, if there is another stream for it."""
-        reference = self._next.get(id(source))
-        following = reference() if reference is not None else None
+        """A region's graph has been launched: bring what the next ones need, if there is another stream for it."""
+        following = self._after(source)
         if following is None or following is source or not comfy_compat.can_bring_ahead():
             return
         with suppress(torch.cuda.OutOfMemoryError):  # the region itself may have more room
-            self._begun = following
+            if following not in self._begun:
+                self._begun.append(following)
             following.begin_bringing()
+            self._fill_ring(self._begun[-1])
 
     def drop(self) -> None:
         """The call of the network is over."""
-        begun, self._begun, self._last = self._begun, None, None
-        if begun is not None:
-            begun.end_bringing()
+        self._last = None
+        while self._begun:
+            self._begun.popleft().end_bringing()
+
+    def _fill_ring(self, source: StreamedSource | None) -> None:
+        """Bring the weights of a region and of those after it, as far as the ring has room."""
+        while source is not None and source is not self._last and comfy_compat.can_bring_ahead():
+            if source not in self._begun:
+                if len(self._begun) >= MOST_AHEAD:
+                    return
+                self._begun.append(source)
+            if not source.begin_staging():
+                return
+            source = self._after(source)
+            if source in self._begun:
+                return
+
+    def _after(self, source: StreamedSource) -> StreamedSource | None:
+        return _alive(self._next.get(id(source)))
+
+
+def _alive(reference: weakref.ref[StreamedSource] | None) -> StreamedSource | None:
+    return None if reference is None else reference()
 
 
 class KeptTensors:

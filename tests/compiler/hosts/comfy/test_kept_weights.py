@@ -1,11 +1,13 @@
-"""Where weights do not fit, each block keeps the same share of them on the GPU for a sampling."""
+"""Where weights do not fit, some stay on the GPU for a sampling, and all blocks wait for equally many bytes."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import kept_weights, streamed_weights
-from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights, spread
+from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights, evenly
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
@@ -114,7 +116,7 @@ def test_too_little_memory_for_a_copy_keeps_fewer(where, half_full, plain, sampl
     monkeypatch.setattr(kept_weights, where, refuse)
     assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
     assert len(made) == 1, "there is no second try"
-    assert kept_of(half_full)._wanted == set()
+    assert not kept_of(half_full)._wanted
 
 
 def test_a_call_without_memory_lets_copies_go(half_full, sample, registry, vbar):
@@ -144,13 +146,30 @@ def test_a_changed_layer_has_no_copy(change, half_full, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9, 1.0])
-def test_spread_is_even(share):
-    layers = [nn.Module() for _ in range(200)]
-    for index, layer in enumerate(layers):
-        layer._v = (None, 0, 1000 + 37 * index % 911)
-    chosen = {id(layer) for layer in spread(layers, share)}
-    for start in range(0, 200, 20):
-        part = layers[start : start + 20]
-        sizes = [layer._v[2] for layer in part]
-        kept = sum(layer._v[2] for layer in part if id(layer) in chosen)
-        assert abs(kept - share * sum(sizes)) <= 2 * max(sizes)
+def test_regions_have_equally_many_bytes_to_bring(share):
+    regions = [[nn.Module() for _ in range(12)] for _ in range(10)]
+    for index, layer in enumerate(itertools.chain(*regions)):
+        layer._v = (None, 0, 1000 + 37 * index % 911 * (1 + index // 60))
+    total, largest = (each(layer._v[2] for layer in itertools.chain(*regions)) for each in (sum, max))
+    chosen = {id(layer) for layer in evenly(regions, int(share * total))}
+    rests = [sum(layer._v[2] for layer in region if id(layer) not in chosen) for region in regions]
+    wholes = [sum(layer._v[2] for layer in region) for region in regions]
+    assert total - int(share * total) <= sum(rests) <= total - share * total + 2 * largest
+    for rest, whole in zip(rests, wholes, strict=True):
+        assert max(rests) - rest <= largest or rest == whole, "a region brings all it has, or as much as the others"
+
+
+def test_a_layer_of_two_regions_counts_once():
+    layer = nn.Module()
+    layer._v = (None, 0, 100)
+    assert evenly([[layer], [layer]], 150) == [layer]
+
+
+def test_copies_share_one_allocation(half_full, plain, sample, vbar, monkeypatch):
+    sizes, empty = [], kept_weights._empty
+    monkeypatch.setattr(kept_weights, "_empty", lambda size, device: sizes.append(size) or empty(size, device))
+    for seed in (1, 2):
+        sizes.clear()
+        assert_image(sample, half_full, plain, vbar, seed=seed, steps=3)
+    assert len(sizes) == 1
+    assert sizes[0] > 0.3 * vbar.size

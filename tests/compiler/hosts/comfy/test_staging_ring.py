@@ -7,7 +7,7 @@ import torch
 from compiled_graphs.compiler.hosts.comfy import staging_ring, streamed_weights
 from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
-from compiled_graphs.compiler.hosts.comfy.staging_ring import StagingRing
+from compiled_graphs.compiler.hosts.comfy.staging_ring import Staging, StagingRing
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
 from vbar import pin
@@ -20,13 +20,21 @@ def staged(monkeypatch):
     """The sizes of what passes through rings, in order."""
     sizes, stage = [], StagingRing.stage
 
-    def note(ring, layers, host, kept):
-        staging = stage(ring, layers, host, kept)
-        sizes.append(staging.size)
-        return staging
+    def note(ring, staging, *args):
+        before = staging.size
+        is_whole = stage(ring, staging, *args)
+        sizes.append(staging.size - before)
+        return is_whole
 
     monkeypatch.setattr(StagingRing, "stage", note)
     return sizes
+
+
+def stage(ring, layers, is_next=True):
+    """Stage layers as one region; return where they lie."""
+    staging = Staging(layers, torch.device("cpu"))
+    ring.stage(staging, HOST, KeptWeights(), is_next)
+    return staging
 
 
 def ring_of(model):
@@ -94,20 +102,42 @@ def test_nothing_is_overwritten_that_somebody_waits_for(model, sample, registry,
     ring = StagingRing(torch.device("cpu"))
     ring.reserve(size)
     ring.open()
-    first = ring.stage(layers, HOST, KeptWeights())
-    second = ring.stage(layers, HOST, KeptWeights())
+    first = stage(ring, layers)
+    second = stage(ring, layers)
     assert not first.left
     assert second.weights, "there is room for a part of the next region"
     assert second.left, "a region was overwritten before its graph ran"
     for layer in layers:
         assert torch.equal(first.weights[id(vars(layer))]["_v_weight"], layer.weight)
     first.end()
-    third = ring.stage(layers, HOST, KeptWeights())
+    third = stage(ring, layers)
     for layer in layers:
         for staging in (second, third):
             if found := staging.weights.get(id(vars(layer))):
                 assert torch.equal(found["_v_weight"], layer.weight)
     assert third.weights
+
+
+def test_a_later_region_waits_for_room_instead_of_being_left(model, sample, registry, vbar, monkeypatch):
+    sample(compiled(model), "tiny_sd15")
+    pin(model)
+    vbar.evict()
+    vbar.limit = 0
+    layers = layers_of(model)[:6]
+    ring = StagingRing(torch.device("cpu"))
+    size = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers)
+    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", size // 2)
+    ring.reserve(size)
+    ring.open()
+    first, later = stage(ring, layers), stage(ring, layers, is_next=False)
+    assert later.weights
+    assert later.pending
+    assert not later.left
+    first.end()
+    assert ring.stage(later, HOST, KeptWeights())
+    assert not later.left
+    for layer in layers:
+        assert torch.equal(later.weights[id(vars(layer))]["_v_weight"], layer.weight)
 
 
 def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
@@ -119,10 +149,10 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     ring = StagingRing(torch.device("cpu"))
     ring.reserve(2 * staging_ring.AHEAD_BYTES)
     ring.open()
-    ring.stage(layers[:3], HOST, KeptWeights()).end()
+    stage(ring, layers[:3]).end()
     ring.end_call()
     needed = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers[:3])
-    ring.stage(layers[:3], HOST, KeptWeights()).end()
+    stage(ring, layers[:3]).end()
     assert ring._memory.numel() == 2 * needed
     ring.end_call()
     ring.end_call()
@@ -130,7 +160,7 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     ring.close()
     ring.open()
     assert ring._memory is None
-    ring.stage(layers[:3], HOST, KeptWeights()).end()
+    stage(ring, layers[:3]).end()
     ring.close()
     assert ring._memory is None
     ring.open()
