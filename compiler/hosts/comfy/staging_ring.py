@@ -81,10 +81,14 @@ class StagingRing:
         memory. If the region is next, those that the ring has no room for are left as well.
         Weights that are to stay are copied to memory of their own, whether their pages have room or not.
         """
+        has_copied = False
         while staging.pending:
             layer = staging.pending[0]
             try:
-                weights = kept.find(layer) or self._begin_copy(layer, staging, host, kept)
+                weights = kept.find(layer)
+                if weights is None:
+                    weights = self._begin_copy(layer, staging, host, kept)
+                    has_copied |= weights is not None
             except _Busy:
                 if not is_next:
                     break
@@ -94,7 +98,7 @@ class StagingRing:
             else:
                 staging.weights[id(vars(layer))] = weights
             staging.pending.popleft()
-        if staging.is_copied and self._stream is not None:
+        if has_copied and self._stream is not None:  # an event recorded anew would wait for other regions' copies, too
             staging.arrived = self._stream.record_event()
         self._largest = max(self._largest, staging.size)
         return not staging.pending
@@ -133,7 +137,6 @@ class StagingRing:
             return None
         with self._on_stream():
             memory.copy_(pinned, non_blocking=True)
-        staging.is_copied = True
         return dict(zip(ARRIVED.values(), _as_tensors(layer, memory), strict=True))
 
     def _place_for(
@@ -193,7 +196,6 @@ class Staging:
         """Layers whose weights lie in memory of their own, in which they are to stay."""
         self.lacks_room = False
         """Whether weights are in the ring, because there was no room elsewhere."""
-        self.is_copied = False
         self.size = 0
         self.is_wanted = True
         self.arrived: torch.cuda.Event | None = None
