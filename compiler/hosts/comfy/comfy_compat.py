@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -148,7 +149,7 @@ def find(name: str) -> Any:
         raise KeyError(name)
     module, _, attribute = name.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), attribute, None)
+        return getattr(sys.modules.get(module) or importlib.import_module(module), attribute, None)
     except ImportError:
         return None
 
@@ -269,11 +270,7 @@ def can_bring_ahead() -> bool:
 def pinned_bytes(layer: nn.Module, subsets: Iterable[str]) -> torch.Tensor | None:
     """Return the bytes of a layer's weights in pinned memory, or None if they are not there."""
     get = find("comfy.pinned_memory.get_pin")
-    if (
-        get is None
-        or "subset" not in inspect.signature(get).parameters
-        or not find(f"{MEMORY}.interpret_gathered_like")
-    ):
+    if get is None or not _has_parameter(get, "subset") or not find(f"{MEMORY}.interpret_gathered_like"):
         return None
     return next((pin for subset in subsets if (pin := get(layer, subset=subset)) is not None), None)
 

@@ -137,6 +137,7 @@ class StagingRing:
             return None
         with self._on_stream():
             memory.copy_(pinned, non_blocking=True)
+        staging.origins[id(vars(layer))] = pinned
         return dict(zip(ARRIVED.values(), _as_tensors(layer, memory), strict=True))
 
     def _place_for(
@@ -190,6 +191,8 @@ class Staging:
         """Layers whose way has not been chosen yet."""
         self.weights: dict[int, dict[str, Any]] = {}
         """For each layer, by the identity of its attributes."""
+        self.origins: dict[int, torch.Tensor] = {}
+        """The bytes in pinned memory that were copied, for each layer that was."""
         self.left: list[nn.Module] = []
         """Layers whose weights come in another way."""
         self.to_keep: list[nn.Module] = []
@@ -201,6 +204,17 @@ class Staging:
         self.arrived: torch.cuda.Event | None = None
         self.done: torch.cuda.Event | None = None
         self._device = device
+
+    def holds(self, layers: Sequence[nn.Module], host: Host, kept: KeptWeights) -> bool:
+        """Whether what was staged in an earlier call still is what these layers' code gets."""
+        for layer in layers:
+            weights = self.weights.get(id(vars(layer)))
+            if (origin := self.origins.get(id(vars(layer)))) is not None:
+                if _pinned_bytes(layer, host) is not origin:
+                    return False
+            elif weights is not None and kept.find(layer) is not weights:
+                return False
+        return True
 
     def wait(self) -> None:
         """Have what is launched from now on wait for the weights."""

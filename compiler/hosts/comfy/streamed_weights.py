@@ -136,6 +136,7 @@ class StreamedWeights:
 
     def end_sampling(self) -> None:
         """Give that memory back."""
+        self.ahead.drop()
         self.kept.close()
         self.ring.close()
 
@@ -156,13 +157,17 @@ class StreamedWeights:
         """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
         is_held = self._span is not None and self.can_stream and self._hold(size)
         self._has_room = None
-        if not is_held:
+        if is_held:
+            self.ahead.drop()
+        else:
             self.ahead.begin_first()
         try:
             yield
         finally:
             self.ahead.drop()
             self.ring.end_call(self._plan_what_stays())
+            if self._has_room is False:
+                self.ahead.begin_first()  # for the next call, while the sampler computes
             if is_held:
                 with self._lock:
                     self._running -= 1
@@ -313,6 +318,11 @@ class StreamedSource:
             self._staging = Staging(self.layers(), self._weights.device)
         return self._weights.ring.stage(self._staging, self._weights.host, self._weights.kept, is_next)
 
+    def is_staged_for_now(self) -> bool:
+        """Whether weights that an earlier call has staged are still what the region gets."""
+        staging, weights = self._staging, self._weights
+        return staging is not None and staging.holds(self.layers(), weights.host, weights.kept)
+
     def begin_bringing(self) -> None:
         """Begin to bring all weights."""
         self.begin_staging(is_next=True)
@@ -335,6 +345,7 @@ class StreamedSource:
             self._cast.end()
             self._cast = None
         self.begin_bringing()
+        self._weights.ahead.begin_later(self)
         self._weights.note_room(not self._staging.lacks_room and self._cast.has_room)
         found, kept = dict(self._staging.weights), self._weights.kept
         self._staging.wait()
@@ -445,11 +456,23 @@ class Ahead:
             begun.end_bringing()
 
     def begin_first(self) -> None:
-        """A call begins: bring what the first regions need while the layers before them run.
+        """Bring what the first region needs, before a call begins or while the layers before the region run.
 
-        Only through the ring. ComfyUI's own buffers serve the layers before them.
+        Only through the ring, and no more: the layers before it wait for ComfyUI's own copies, which come after ours.
         """
-        self._fill_ring(_alive(self._first))
+        first = _alive(self._first)
+        if first is None or not comfy_compat.can_bring_ahead():
+            return
+        if first in self._begun and not first.is_staged_for_now():
+            self.drop()
+        if first not in self._begun:
+            self._begun.append(first)
+        first.begin_staging()
+
+    def begin_later(self, source: StreamedSource) -> None:
+        """A region has its weights: bring those of later regions, as far as the ring has room."""
+        if comfy_compat.can_bring_ahead():
+            self._fill_ring(self._begun[-1] if self._begun else self._after(source))
 
     def begin_after(self, source: StreamedSource) -> None:
         """A region's graph has been launched: bring what the next ones need, if there is another stream for it."""
@@ -470,7 +493,7 @@ class Ahead:
 
     def _fill_ring(self, source: StreamedSource | None) -> None:
         """Bring the weights of a region and of those after it, as far as the ring has room."""
-        while source is not None and source is not self._last and comfy_compat.can_bring_ahead():
+        while source is not None and source is not self._last:
             if source not in self._begun:
                 if len(self._begun) >= MOST_AHEAD:
                     return

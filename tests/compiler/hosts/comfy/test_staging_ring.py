@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.hosts.comfy import staging_ring, streamed_weights
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, staging_ring, streamed_weights
 from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.staging_ring import Staging, StagingRing
@@ -13,6 +13,12 @@ from test_streamed_weights import assert_image, compiled, layers_of
 from vbar import pin
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+
+
+@pytest.fixture(autouse=True)
+def _another_stream(monkeypatch):
+    """Weights come ahead, as on a GPU."""
+    monkeypatch.setattr(comfy_compat, "can_bring_ahead", lambda: True)
 
 
 @pytest.fixture
@@ -165,3 +171,33 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     assert ring._memory is None
     ring.open()
     assert ring._memory is not None, "pages would be filled and emptied again"
+
+
+@pytest.mark.parametrize("change", ["weight_function", "weight_lowvram_function", "pin", "nothing"])
+def test_what_an_earlier_call_staged_is_looked_at_again(change, model, sample, registry, vbar, monkeypatch):
+    sample(compiled(model), "tiny_sd15")
+    pin(model)
+    vbar.evict()
+    vbar.limit = 0
+    layers = layers_of(model)[:3]
+    ring = StagingRing(torch.device("cpu"))
+    ring.reserve(2**24)
+    ring.open()
+    staging = stage(ring, layers)
+    if change == "pin":
+        pin(model)
+    elif change != "nothing":
+        monkeypatch.setattr(layers[1], change, [object()])
+    assert staging.holds(layers, HOST, KeptWeights()) == (change == "nothing")
+
+
+def test_the_first_region_is_staged_between_calls(model, plain, sample, registry, vbar, monkeypatch):
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar)
+    pin(ours)
+    vbar.evict()
+    vbar.limit = 0
+    found, holds = [], Staging.holds
+    monkeypatch.setattr(Staging, "holds", lambda *args: found.append(holds(*args)) or found[-1])
+    assert_image(sample, ours, plain, vbar, seed=1, steps=4)
+    assert found == [True, True, True], "between four steps"
