@@ -167,7 +167,7 @@ class StreamedWeights:
             self.ahead.drop()
             self.ring.end_call(self._plan_what_stays())
             if self._has_room is False:
-                self.ahead.begin_first()  # for the next call, while the sampler computes
+                self.ahead.begin_next_call()
             if is_held:
                 with self._lock:
                     self._running -= 1
@@ -455,19 +455,22 @@ class Ahead:
         while self._begun and (begun := self._begun.popleft()) is not source:
             begun.end_bringing()
 
+    def begin_next_call(self) -> None:
+        """A call is over: bring what the first regions need next time, while the sampler computes."""
+        if comfy_compat.can_bring_ahead():
+            self._fill_ring(_alive(self._first))
+
     def begin_first(self) -> None:
-        """Bring what the first region needs, before a call begins or while the layers before the region run.
+        """A call begins: bring what the first region needs, unless that was begun before and still is what it gets.
 
         Only through the ring, and no more: the layers before it wait for ComfyUI's own copies, which come after ours.
         """
-        first = _alive(self._first)
-        if first is None or not comfy_compat.can_bring_ahead():
-            return
-        if first in self._begun and not first.is_staged_for_now():
+        if not all(source.is_staged_for_now() for source in self._begun):
             self.drop()
-        if first not in self._begun:
+        first = _alive(self._first)
+        if first is not None and not self._begun and comfy_compat.can_bring_ahead():
             self._begun.append(first)
-        first.begin_staging()
+            first.begin_staging()
 
     def begin_later(self, source: StreamedSource) -> None:
         """A region has its weights: bring those of later regions, as far as the ring has room."""

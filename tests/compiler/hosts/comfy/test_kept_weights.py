@@ -31,11 +31,11 @@ def half_full(model, plain, sample, registry, vbar):
 @pytest.fixture
 def kept_bytes(monkeypatch):
     """How much was kept when each call of a network had ended."""
-    noted, end = [], streamed_weights.Ahead.drop
+    noted, plan = [], streamed_weights.StreamedWeights._plan_what_stays
 
-    def note(ahead):
+    def note(weights):
         noted.append(sum(copy.weights["_v_weight"].nbytes for kept in alive for copy in kept._copies.values()))
-        end(ahead)
+        return plan(weights)
 
     alive, make = [], KeptWeights.__init__
 
@@ -44,7 +44,7 @@ def kept_bytes(monkeypatch):
         alive.append(kept)
 
     monkeypatch.setattr(KeptWeights, "__init__", remember)
-    monkeypatch.setattr(streamed_weights.Ahead, "drop", note)
+    monkeypatch.setattr(streamed_weights.StreamedWeights, "_plan_what_stays", note)
     return noted
 
 

@@ -191,7 +191,7 @@ def test_what_an_earlier_call_staged_is_looked_at_again(change, model, sample, r
     assert staging.holds(layers, HOST, KeptWeights()) == (change == "nothing")
 
 
-def test_the_first_region_is_staged_between_calls(model, plain, sample, registry, vbar, monkeypatch):
+def test_the_first_regions_are_staged_between_calls(model, plain, sample, registry, vbar, monkeypatch):
     ours = compiled(model)
     assert_image(sample, ours, plain, vbar)
     pin(ours)
@@ -200,4 +200,5 @@ def test_the_first_region_is_staged_between_calls(model, plain, sample, registry
     found, holds = [], Staging.holds
     monkeypatch.setattr(Staging, "holds", lambda *args: found.append(holds(*args)) or found[-1])
     assert_image(sample, ours, plain, vbar, seed=1, steps=4)
-    assert found == [True, True, True], "between four steps"
+    assert len(found) >= 3, "between four steps"
+    assert all(found)
