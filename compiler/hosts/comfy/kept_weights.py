@@ -1,9 +1,9 @@
-"""Copies of streamed weights that stay on the GPU for one sampling. All blocks then wait for equally many bytes.
+"""Copies of streamed weights that stay on the GPU for one sampling, chosen so that no block waits longer than another.
 
 ComfyUI fills the pages of the largest layers first, so what does not fit belongs to some blocks more than to others.
-Those blocks wait for copies, and during the rest nothing is copied. If each block has as many bytes to bring as the
-others, copies and graphs run side by side all the time: a step takes as long as the slower of the two, and no longer
-as long as their sum. The ring that the bytes pass through is then as small as can be, and more copies find room.
+Those blocks wait for copies, and during the rest nothing is copied. If each block has as many bytes to bring as are
+copied while a block like it runs, copies and graphs run side by side all the time: a step takes as long as the slower
+of the two, and no longer as long as their sum. Until blocks have been timed, each has equally many bytes to bring.
 
 The copies take the memory of pages: ComfyUI empties these when the copies are made. They go at the end of a sampling.
 """
@@ -44,6 +44,8 @@ class KeptWeights:
         self._copies: dict[int, Copy] = {}
         self._is_open = self._has_left = False
         self._slab: _Slab | None = None
+        self._room = 0
+        """The bytes that the plan may keep."""
         self._most: int | None = None
         """More bytes than these left too little memory for a call."""
 
@@ -66,25 +68,36 @@ class KeptWeights:
         self._most = None
         return True
 
-    def plan(self, regions: Iterable[Sequence[nn.Module]], room: int) -> None:
+    def plan(self, regions: Sequence[Sequence[nn.Module]], room: int, seconds: Sequence[float]) -> None:
         """Choose which layers stay.
 
         Args:
             regions: the layers of each region, in the order of calls.
             room: bytes of pages that these layers have now, beside the copies.
+            seconds: how long each region runs, in any unit.
         """
         if not self._is_open:
             return
-        regions = [[layer for layer in region if _lasts(layer)] for region in regions]
-        layers = list({id(layer): layer for region in regions for layer in region}.values())
+        layers = list({id(layer): layer for region in regions for layer in region if _lasts(layer)}.values())
         total, wanted = _bytes_of(layers), _bytes_of(filter(self.wants, layers))
         room += _bytes_of(layer for layer in layers if id(vars(layer)) in self._copies)
         if self._most is not None:
             room = min(room, self._most)
         if total and room > wanted + GROWTH * total:
-            self._wanted = {id(vars(layer)): weakref.ref(layer) for layer in evenly(regions, room)}
+            self._room = room
+            self._choose(regions, seconds)
             self._copies = {key: copy for key, copy in self._copies.items() if key in self._wanted}
             self._slab = None
+
+    def plan_again(self, regions: Sequence[Sequence[nn.Module]], seconds: Sequence[float]) -> None:
+        """Choose anew what stays within the same room, by what is known now of how long each region runs."""
+        if self._wanted and not self._copies:
+            self._choose(regions, seconds)
+
+    def _choose(self, regions: Sequence[Sequence[nn.Module]], seconds: Sequence[float]) -> None:
+        lasting = [[layer for layer in region if _lasts(layer)] for region in regions]
+        chosen = evenly(lasting, self._room, seconds)
+        self._wanted = {id(vars(layer)): weakref.ref(layer) for layer in chosen}
 
     def rest(self, regions: Iterable[Sequence[nn.Module]]) -> int | None:
         """Return how many bytes a region has to bring at most beside what is to stay; None if nothing is."""
@@ -194,26 +207,28 @@ class _Slab:
         return self._memory[start:end]
 
 
-def evenly(regions: Sequence[Sequence[nn.Module]], room: int) -> list[nn.Module]:
-    """Return layers to keep within `room` bytes, so that no region has much more to bring than another.
+def evenly(regions: Sequence[Sequence[nn.Module]], room: int, seconds: Sequence[float]) -> list[nn.Module]:
+    """Return layers to keep within `room` bytes, so that no region has much more to bring per second of its run.
 
     Small layers come first: the fewer layers are left to a region, the fewer copies it waits for.
     """
     seen: set[int] = set()
     queues = [sorted((layer for layer in region if not (id(layer) in seen or seen.add(id(layer)))), key=_bytes_in)
               for region in regions]  # fmt: skip
-    heap = [(-_bytes_of(queue), index, 0) for index, queue in enumerate(queues) if queue]
+    rests = [_bytes_of(queue) for queue in queues]
+    heap = [(-rest / seconds[index], index, 0) for index, rest in enumerate(rests) if rest]
     heapify(heap)
     chosen = []
     while heap:
-        rest, index, place = heappop(heap)
-        layer = queues[index][place]
-        if _bytes_in(layer) > room:
+        _, index, place = heappop(heap)
+        size = _bytes_in(queues[index][place])
+        if size > room:
             continue
-        chosen.append(layer)
-        room -= _bytes_in(layer)
+        chosen.append(queues[index][place])
+        room -= size
+        rests[index] -= size
         if place + 1 < len(queues[index]):
-            heappush(heap, (rest + _bytes_in(layer), index, place + 1))
+            heappush(heap, (-rests[index] / seconds[index], index, place + 1))
     return chosen
 
 

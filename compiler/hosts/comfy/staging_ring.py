@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -202,6 +203,8 @@ class Staging:
         self.size = 0
         self.is_wanted = True
         self.arrived: torch.cuda.Event | None = None
+        self.timing: Timing | None = None
+        self._began: torch.cuda.Event | None = None
         self.done: torch.cuda.Event | None = None
         self._device = device
 
@@ -221,11 +224,36 @@ class Staging:
         if self.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self.arrived)
 
+    def begin_timing(self) -> None:
+        """Have `timing` say how long the GPU runs what is launched from now until `end`."""
+        if self._device.type == "cuda":
+            self._began = _recorded(self._device, times=True)
+
     def end(self) -> None:
         """Let others have the memory."""
         self.is_wanted = False
-        if self.arrived is not None:
-            self.done = torch.cuda.current_stream(self._device).record_event()
+        if self.arrived is not None or self._began is not None:
+            self.done = _recorded(self._device, times=self._began is not None)
+        if self._began is not None:
+            self.timing = Timing(self._began, self.done)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A region's run on the GPU."""
+
+    began: torch.cuda.Event
+    done: torch.cuda.Event
+
+    def seconds(self) -> float | None:
+        """Return how long the run took, or None while it goes on."""
+        return self.began.elapsed_time(self.done) / 1e3 if self.done.query() else None
+
+
+def _recorded(device: torch.device, times: bool) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=times)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def has_room(layer: nn.Module) -> bool:

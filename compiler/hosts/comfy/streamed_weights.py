@@ -35,7 +35,7 @@ from ...identity.low_rank import is_factor
 from ...identity.memory_format import has_layouts, stride_in
 from . import comfy_compat
 from .kept_weights import KeptWeights
-from .staging_ring import Staging, StagingRing
+from .staging_ring import Staging, StagingRing, Timing
 from .vbar_places import (
     ARRIVED,
     FUNCTIONS,
@@ -55,6 +55,8 @@ SMALL_BYTES = 16 * 2**10
 """Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
 FILL_BYTES = 256 * 2**20
 """Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
+TIMED_CALL = 2
+"""Of each sampling."""
 MOST_AHEAD = 4
 """Regions whose weights are on their way at a time. Regions that have little to bring would all be begun at once."""
 
@@ -98,6 +100,8 @@ class StreamedWeights:
         """Whether all regions of the running call found room for their weights; None if none has asked."""
         self._fits = False
         """The same of the call before: what is missing are the pages of layers that nobody has called."""
+        self._calls = 0
+        """Of this sampling so far."""
         self._running = 0
         self._lock = threading.RLock()
         self.ring = StagingRing(device)
@@ -133,6 +137,8 @@ class StreamedWeights:
         """Keep weights, and memory that they pass through, until `end_sampling`."""
         self.ring.open()
         self.kept.open()
+        self.kept.plan_again(*self._regions())
+        self._calls = 0
 
     def end_sampling(self) -> None:
         """Give that memory back."""
@@ -157,6 +163,7 @@ class StreamedWeights:
         """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
         is_held = self._span is not None and self.can_stream and self._hold(size)
         self._has_room = None
+        self._calls += 1
         if is_held:
             self.ahead.drop()
         else:
@@ -228,15 +235,26 @@ class StreamedWeights:
         self._fits = self._has_room is True and self.kept.is_empty
         if self._fits or self._has_room is None:
             return None
-        regions = [source.layers() for source in self.ahead.order()]
+        regions, seconds = self._regions()
         places = [vars(layer)[PLACE] for layers in regions for layer in layers if self.kept.find(layer) is None]
         there = resident_bytes(places)
         # A region may have found room that was taken from one before it.
         if self._has_room and there == sum(size for _, _, size in places):
             self._fits = self.kept.leave_to_pages()
             return None
-        self.kept.plan(regions, there)
+        self.kept.plan(regions, there, seconds)
         return self.kept.rest(regions)
+
+    def _regions(self) -> tuple[list[list[nn.Module]], list[float]]:
+        """Return the layers of each region and how long it runs; 1 for each until all have been timed."""
+        sources = self.ahead.order()
+        seconds = [source.seconds for source in sources]
+        return [source.layers() for source in sources], seconds if all(seconds) else [1.0] * len(seconds)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether regions are timed in this call. The first call of a sampling may check graphs, too."""
+        return self._calls == TIMED_CALL
 
     def layers(self) -> list[nn.Module]:
         """Return the layers that have a place in the VBAR."""
@@ -275,6 +293,7 @@ class StreamedSource:
         """For each of the region's tensors the place where it arrives, or None if the module holds it."""
         self._staging: Staging | None = None
         self._cast: Cast | None = None
+        self._timing: Timing | None = None
         self.follow()
 
     def follow(self) -> None:
@@ -306,6 +325,11 @@ class StreamedSource:
         """The bytes of the region's streamed weights."""
         return sum(attributes[PLACE][2] for attributes in self._attributes)
 
+    @property
+    def seconds(self) -> float | None:
+        """How long the region ran on the GPU when it was timed last, or None."""
+        return None if self._timing is None else self._timing.seconds()
+
     def release(self) -> None:
         """Let the region's weights go, and begin with those of the next region."""
         if self._staging is not None:
@@ -334,6 +358,7 @@ class StreamedSource:
         staging, cast, self._staging, self._cast = self._staging, self._cast, None, None
         if staging is not None:
             staging.end()
+            self._timing = staging.timing or self._timing
         if cast is not None:
             cast.end()
 
@@ -356,6 +381,8 @@ class StreamedSource:
             weight, bias = resolve(layer, self._weights.host, self._weights.device)
             arrived = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
             found[id(vars(layer))] = kept.keep(layer, arrived)
+        if self._weights.is_timed:
+            self._staging.begin_timing()
         return [
             t if read is None else found[id(read[0])][read[1]] for t, read in zip(tensors, self._reads, strict=True)
         ]

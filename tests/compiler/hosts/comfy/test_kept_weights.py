@@ -123,14 +123,14 @@ def test_a_call_without_memory_lets_copies_go(half_full, sample, registry, vbar)
     kept = kept_of(half_full)
     layers = layers_of(half_full)
     kept.open()
-    kept.plan([layers], room=sum(vars(layer)["_v"][2] for layer in layers))
+    kept.plan([layers], sum(vars(layer)["_v"][2] for layer in layers), [1.0])
     for layer in layers:
         kept.keep(layer, {"_v_weight": layer.weight, "_v_bias": layer.bias})
     most = sum(layer.weight.nbytes + (0 if layer.bias is None else layer.bias.nbytes) for layer in layers) // 2
     weights = streamed_weights.weights_of(half_full.model.diffusion_model, torch.device("cpu"), HOST)
     assert weights.give_way(1)
     assert kept.is_empty
-    kept.plan([layers], room=10 * most)
+    kept.plan([layers], 10 * most, [1.0])
     assert 0 < sum(vars(layer)["_v"][2] for layer in layers if kept.wants(layer)) <= most
 
 
@@ -138,31 +138,34 @@ def test_a_call_without_memory_lets_copies_go(half_full, sample, registry, vbar)
 def test_a_changed_layer_has_no_copy(change, half_full, monkeypatch):
     kept, layer = kept_of(half_full), layers_of(half_full)[0]
     kept.open()
-    kept.plan([[layer]], room=2 * vars(layer)["_v"][2])
+    kept.plan([[layer]], 2 * vars(layer)["_v"][2], [1.0])
     assert kept.keep(layer, {"_v_weight": layer.weight})["_v_weight"] is not layer.weight
     assert kept.find(layer) is not None
     monkeypatch.setattr(layer, change, [object()])
     assert kept.find(layer) is None
 
 
+@pytest.mark.parametrize("pace", [1, 3], ids=["regions run alike", "the last ones run longer"])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9, 1.0])
-def test_regions_have_equally_many_bytes_to_bring(share):
+def test_no_region_has_more_to_bring_while_it_runs(share, pace):
     regions = [[nn.Module() for _ in range(12)] for _ in range(10)]
+    seconds = [1.0] * 5 + [float(pace)] * 5
     for index, layer in enumerate(itertools.chain(*regions)):
         layer._v = (None, 0, 1000 + 37 * index % 911 * (1 + index // 60))
     total, largest = (each(layer._v[2] for layer in itertools.chain(*regions)) for each in (sum, max))
-    chosen = {id(layer) for layer in evenly(regions, int(share * total))}
+    chosen = {id(layer) for layer in evenly(regions, int(share * total), seconds)}
     rests = [sum(layer._v[2] for layer in region if id(layer) not in chosen) for region in regions]
     wholes = [sum(layer._v[2] for layer in region) for region in regions]
     assert total - int(share * total) <= sum(rests) <= total - share * total + 2 * largest
-    for rest, whole in zip(rests, wholes, strict=True):
-        assert max(rests) - rest <= largest or rest == whole, "a region brings all it has, or as much as the others"
+    most = max(rest / each for rest, each in zip(rests, seconds, strict=True))
+    for rest, whole, each in zip(rests, wholes, seconds, strict=True):
+        assert most - rest / each <= largest or rest == whole, "a region brings all it has, or as much as the others"
 
 
 def test_a_layer_of_two_regions_counts_once():
     layer = nn.Module()
     layer._v = (None, 0, 100)
-    assert evenly([[layer], [layer]], 150) == [layer]
+    assert evenly([[layer], [layer]], 150, [1.0, 1.0]) == [layer]
 
 
 def test_copies_share_one_allocation(half_full, plain, sample, vbar, monkeypatch):
