@@ -1,7 +1,8 @@
 """What is done when ComfyUI's server starts to answer.
 
 Somebody who has compiled here before will want those graphs again. Loading them takes seconds, with what they import,
-and these pass while the browser opens the workflow. Where nothing was ever compiled, nothing is imported.
+and these pass while the browser opens the workflow. Where nothing was ever compiled, nothing is imported here. On a GPU
+a process beside this one imports what compiling needs, so that a first compile does not wait for it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ async def _on_startup(app: Any) -> None:
 
 
 def _warm_up() -> None:
-    from ..compiler.hosts.comfy.process import warm_up_as_before
+    from ..compiler.hosts.comfy.process import prepare_workers, warm_up_as_before
 
+    prepare_workers()
     warm_up_as_before()

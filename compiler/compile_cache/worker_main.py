@@ -13,6 +13,7 @@ import pickle
 import struct
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -47,6 +48,8 @@ class Setup:
     """Arguments for `host_factory`, pickled: their classes may be importable only with `sys_path` in place."""
     backend: str = ""
     device: str = "cpu"
+    preloaded: tuple[str, ...] = ()
+    """Modules of other packages that the host needs. A template process imports them once for all workers."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,18 @@ class CompileResult:
 
 def main() -> None:
     """Answer requests from standard input until it ends. It ends when the process at its other end does."""
-    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # printed text must not get between messages
+    serve(sys.stdin.buffer, target)
+
+
+def serve(source: BinaryIO, target: BinaryIO) -> None:
+    """Receive the setup, then answer requests until `source` ends."""
     logging.disable(logging.WARNING)  # the process that started this one has logged it
     warnings.simplefilter("ignore")
     host, setup = Host(), receive(source)
     try:
-        # Empty and relative entries depend on the current directory.
-        sys.path[:] = filter(os.path.isabs, setup.sys_path)
+        sys.path[:] = absolute_entries(setup.sys_path)
         if setup.host_factory:
             module, _, function = setup.host_factory.partition(":")
             host = getattr(importlib.import_module(f"..{module}", __package__), function)(pickle.loads(setup.arguments))
@@ -97,6 +104,11 @@ def main() -> None:
         except BaseException as error:
             made = CompileResult(reason=reason_of(error))
         send(target, made)
+
+
+def absolute_entries(sys_path: Iterable[str]) -> list[str]:
+    """Return the entries that mean the same in every process: empty and relative ones depend on the current folder."""
+    return [entry for entry in sys_path if os.path.isabs(entry)]
 
 
 def receive(source: BinaryIO) -> Any:

@@ -1,6 +1,7 @@
 """Worker processes compile several regions at once, and keep compiling out of the process that makes images.
 
-They start when graphs are missing, or earlier, while a host loads its checkpoint. They end after some idle time. They
+They start when graphs are missing, or earlier, while a host loads its checkpoint. A template process that has imported
+what they need makes that quick (`worker_template`). They end after some idle time. They
 also end with this process, because that closes their standard input.
 """
 
@@ -29,6 +30,7 @@ from ..identity.graph_spec import GraphSpec
 from ..tracing.graph_request import GraphRequest
 from ..tracing.weightless_copy import weightless_copy
 from .worker_main import CompileRequest, CompileResult, Setup, receive, send, send_bytes
+from .worker_template import Channel, Template, is_supported
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +50,45 @@ _PACKAGE = __name__.partition(".compiler.")[0]
 _FOLDER = Path(__file__).resolve().parents[2]
 
 
+TEMPLATE_IDLE = 900.0
+"""The template process ends after this many seconds in which it forked nothing."""
+TEMPLATE_MEMORY = 12 * 2**30
+"""With fewer free bytes of main memory there is no template process. It takes 0.7 GiB."""
+START_LIMIT = 120.0
+"""Seconds that a forked process may take for its start and its first graph. Then workers are started anew."""
+
+
+class _Doubtful(Exception):
+    """A forked process did not start."""
+
+
 class WorkerError(ReasonedError):
     """No worker process could compile the region. This process may still be able to."""
+
+
+def _spawned() -> Channel:
+    """Return a new worker process that imports everything itself."""
+    environment = boot.environment(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
+    command = boot.command(sys.executable, _PACKAGE, _FOLDER, "compiler.compile_cache.worker_main")
+    flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, creationflags=flags
+    )
+    return Channel(process.pid, process.stdout, process.stdin, kill=process.kill, wait=process.wait)
 
 
 class _Process:
     """One worker process. Only one thread uses it at a time."""
 
-    def __init__(self, setup: Setup) -> None:
-        environment = boot.environment(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
-        command = boot.command(sys.executable, _PACKAGE, _FOLDER, "compiler.compile_cache.worker_main")
-        flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, creationflags=flags
-        )
+    def __init__(self, setup: Setup, channel: Channel) -> None:
+        self._channel = channel
         self._is_ready = False
-        send(self._process.stdin, setup)
+        send(channel.target, setup)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it was forked and has not answered yet: some library may not bear to be forked."""
+        return self._channel.is_forked and not self._is_ready
 
     def ask(self, order: bytes, limit: float) -> CompileResult:
         """Return the answer to a pickled CompileRequest. Raises WorkerError if the process ends by itself.
@@ -72,16 +97,16 @@ class _Process:
         """
         expired = threading.Event()
         # The timer leaves the pipes open: this thread reads them, and their end wakes it.
-        timer = threading.Timer(limit, lambda: (expired.set(), self._process.kill()))
+        timer = threading.Timer(limit, lambda: (expired.set(), self._channel.kill()))
         timer.daemon = True
         timer.start()
         try:
             if not self._is_ready:
-                if reason := receive(self._process.stdout).reason:
+                if reason := receive(self._channel.source).reason:
                     raise WorkerError(ReasonCode.WORKER, f"could not start: {reason}")
                 self._is_ready = True
-            send_bytes(self._process.stdin, order)
-            return receive(self._process.stdout)
+            send_bytes(self._channel.target, order)
+            return receive(self._channel.source)
         except (EOFError, OSError) as error:
             if expired.is_set():
                 raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s") from None
@@ -91,9 +116,9 @@ class _Process:
 
     def end(self) -> None:
         """Kill the process, whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        self._channel.kill()
+        self._channel.wait()
+        for pipe in (self._channel.target, self._channel.source):
             with suppress(OSError):  # unsent bytes cannot be flushed any more
                 pipe.close()
 
@@ -110,6 +135,8 @@ class Workers:
         self._running = 0
         self._change = threading.Condition()
         self._timer: threading.Timer | None = None
+        self._template: Template | None = None
+        self._template_timer: threading.Timer | None = None
 
     @property
     def count(self) -> int:
@@ -124,6 +151,24 @@ class Workers:
     def pay(self, missing: int) -> bool:
         """Whether worker processes, which take a while to start, would compile this many graphs sooner."""
         return self.count > 1 and missing >= (2 if self.are_warm else WORTH_BEGINNING)
+
+    def start_template(self, backend: str, device: torch.device) -> None:
+        """Begin to import, in a process of its own, what workers need. Does nothing where that cannot be shared."""
+        if self.count < 2 or not is_supported() or not _has_memory_for_template():
+            return
+        with self._change, suppress(OSError):
+            if self._template is None:
+                self._template = Template(self._setup(backend, device))
+                self._end_template_when_idle()
+
+    def stop_template(self) -> None:
+        """End the template process, if there is one."""
+        with self._change:
+            template, self._template = self._template, None
+            if self._template_timer is not None:
+                self._template_timer.cancel()
+        if template is not None:
+            template.stop()
 
     def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
         """Start at most `wanted` processes before the first order comes."""
@@ -142,17 +187,31 @@ class Workers:
             order = pickled(CompileRequest.of(request, weightless, backend), self._host)
         except Exception as error:  # a block can hold any object
             raise WorkerError(ReasonCode.NOT_SENT, type(error).__name__) from None
-        process = self._take(backend, request.device)
-        try:
-            made = process.ask(order, compile_limit())
-        except BaseException:
-            self._give_back(None)
-            process.end()
-            raise
-        self._give_back(process)
+        while True:
+            try:
+                made = self._ask(order, backend, request.device)
+                break
+            except _Doubtful:  # each is ended, and without the template there will be no more
+                self.stop_template()
         if made.reason:
             raise WorkerError.of(made.reason)
         return made.spec, made.executable
+
+    def _ask(self, order: bytes, backend: str, device: torch.device) -> CompileResult:
+        """Have a process answer. Raises _Doubtful if one that was forked could not even start."""
+        process = self._take(backend, device)
+        is_doubtful = process.is_doubtful
+        try:
+            made = process.ask(order, min(START_LIMIT, compile_limit()) if is_doubtful else compile_limit())
+        except BaseException as error:
+            self._give_back(None)
+            is_doubtful = process.is_doubtful
+            process.end()
+            if is_doubtful and isinstance(error, WorkerError | CompileTimeout):
+                raise _Doubtful from error
+            raise
+        self._give_back(process)
+        return made
 
     def rest(self, device: torch.device) -> None:
         """Tell the pool that no orders follow for now. It stops if GPU memory is scarce: the model needs all of it."""
@@ -184,9 +243,29 @@ class Workers:
             self._change.notify()
 
     def _start_process(self, backend: str, device: torch.device) -> _Process:
-        process = _Process(self._setup(backend, device))
+        process = _Process(self._setup(backend, device), self._forked() or _spawned())
         self._running += 1
         return process
+
+    def _forked(self) -> Channel | None:
+        """Return a worker process that the template has forked, or None if there is no template that is ready."""
+        if self._template is None:
+            return None
+        try:
+            if not self._template.is_ready():
+                return None
+            self._end_template_when_idle()
+            return self._template.fork()
+        except OSError:
+            self.stop_template()
+            return None
+
+    def _end_template_when_idle(self) -> None:
+        if self._template_timer is not None:
+            self._template_timer.cancel()
+        self._template_timer = threading.Timer(TEMPLATE_IDLE, self.stop_template)
+        self._template_timer.daemon = True
+        self._template_timer.start()
 
     def _end_when_idle(self) -> None:
         self._stop_timer()
@@ -220,6 +299,14 @@ def worker_count() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         limits.append(torch.cuda.mem_get_info()[0] // MEMORY)
     return min(limits)
+
+
+def _has_memory_for_template() -> bool:
+    try:
+        import psutil
+    except ImportError:
+        return False
+    return psutil.virtual_memory().available >= TEMPLATE_MEMORY
 
 
 def _cores() -> int:

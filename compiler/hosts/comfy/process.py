@@ -58,6 +58,16 @@ def warm_up(backend: str = "auto") -> None:
         threading.Thread(target=_warm_up, args=(backend,), name=f"warm up {backend}", daemon=True).start()
 
 
+def prepare_workers() -> None:
+    """Have a process beside this one import what compiling for a GPU needs. Compiling for a CPU needs less."""
+    workers, device = registry().cache.workers, comfy_compat.torch_device()
+    if workers is None or device.type == "cpu":
+        return
+    chosen, _ = choose_backend("auto", device)
+    if chosen is not None:
+        workers.start_template(chosen.name, device)
+
+
 def warm_up_as_before() -> None:
     """Warm up the backends of the graphs that were used last, and load these graphs. Takes seconds."""
     cache, device = registry().cache, comfy_compat.torch_device()

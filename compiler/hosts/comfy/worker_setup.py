@@ -16,12 +16,26 @@ from ...common.host import Host
 from ...compile_cache.worker_main import Setup
 from . import comfy_compat
 
+PRELOADED = (
+    "PIL.Image",
+    "einops",
+    "safetensors.torch",
+    "scipy.stats",
+    "spandrel",
+    "torchaudio",
+    "torchsde",
+    "torchvision",
+    "transformers",
+)
+"""Packages that ComfyUI imports and that do not begin to use a GPU when they are imported. ComfyUI's own modules do."""
+
 
 def setup(backend: str, device: torch.device) -> Setup:
     """Return what a worker process needs to be like this ComfyUI: its modules, and the options it was started with."""
     options = {name: value for name, value in comfy_compat.start_options().items() if _travels(value)}
     given = pickle.dumps(Given(options, packages_of_extensions()))
-    return Setup(tuple(sys.path), "hosts.comfy.worker_setup:make_host", given, backend, str(device))
+    preloaded = tuple(name for name in PRELOADED if name in sys.modules)
+    return Setup(tuple(sys.path), "hosts.comfy.worker_setup:make_host", given, backend, str(device), preloaded)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ def test_failing_worker_leaves_it_to_this_process(workers, variant, monkeypatch)
 def test_a_process_that_dies_is_replaced(workers, variant):
     workers.compile(variant, "eager")
     for process in workers._idle:
-        process._process.kill()
-        process._process.wait()
+        process._channel.kill()
+        process._channel.wait()
     for _ in range(2):
         with pytest.raises(WorkerError, match="ended"):
             workers.compile(variant, "eager")
@@ -197,7 +197,7 @@ def test_worker_ends_with_its_parent():
         "from compiled_graphs.compiler.compile_cache.worker_main import Setup\n"
         "from compiled_graphs.compiler.common.host import Host\n"
         "w = Workers(lambda b, d: Setup(tuple(sys.path), backend=b, device=str(d)), Host(), 1)\n"
-        "w.start('eager', torch.device('cpu')); print(w._idle[0]._process.pid, flush=True); time.sleep(60)"
+        "w.start('eager', torch.device('cpu')); print(w._idle[0]._channel.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())

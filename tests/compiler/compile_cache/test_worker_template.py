@@ -1,0 +1,167 @@
+"""Workers that a template process forks."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.eager.backend import EagerBackend
+from compiled_graphs.compiler.common.counters import Counters
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.jobs import CompileTimeout
+from compiled_graphs.compiler.common.reason import Reason, ReasonCode
+from compiled_graphs.compiler.compile_cache import worker_pool
+from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
+from compiled_graphs.compiler.compile_cache.worker_main import CompileResult, Setup, send
+from compiled_graphs.compiler.compile_cache.worker_pool import Workers
+from compiled_graphs.compiler.compile_cache.worker_template import Channel, Template, is_supported
+from networks import ConvolutionNetwork, variants_of
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="processes are not forked here")
+
+CPU = torch.device("cpu")
+PATIENCE = 300.0
+
+
+def setup(backend="eager", device=CPU):
+    return Setup(tuple(sys.path), backend=backend, device=str(device))
+
+
+@pytest.fixture(scope="module")
+def template():
+    template = Template(setup())
+    assert template.is_ready(PATIENCE)
+    yield template
+    template.stop()
+
+
+@pytest.fixture
+def workers(template, monkeypatch):
+    """A pool with a template that is ready, which it does not end."""
+    monkeypatch.setattr(Workers, "stop_template", lambda workers: setattr(workers, "_template", None))
+    workers = Workers(setup, Host(), count=2)
+    workers._template = template
+    yield workers
+    workers.stop()
+    if workers._template_timer is not None:
+        workers._template_timer.cancel()
+
+
+@pytest.fixture
+def spawned(monkeypatch):
+    """How often a process was started that imports everything itself."""
+    made, spawn = [], worker_pool._spawned
+    monkeypatch.setattr(worker_pool, "_spawned", lambda: made.append(1) or spawn())
+    return made
+
+
+def made(workers):
+    """Return the graph that a worker makes of a block."""
+    (variant,) = variants_of(ConvolutionNetwork())
+    by = Requester(EagerBackend(), Host(), Counters())
+    place = CompileIn.PROCESS if workers is None else CompileIn.WORKER_REQUIRED
+    return GraphCache(workers=workers).get_or_compile(variant, by, place)[0].graph.identity()
+
+
+class Sleep:
+    """Keeps whoever reads it waiting."""
+
+    def __reduce__(self):
+        return time.sleep, (PATIENCE,)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_forked_worker_makes_the_same_graph(workers, spawned):
+    forked = made(workers)
+    assert not spawned
+    assert forked == made(None)
+
+
+def test_a_template_that_is_not_ready_is_not_waited_for(workers, spawned, monkeypatch):
+    monkeypatch.setattr(Template, "is_ready", lambda template, seconds=0.0: False)
+    made(workers)
+    assert len(spawned) == 1
+
+
+def test_a_worker_that_takes_too_long_is_ended(workers, spawned, monkeypatch):
+    made(workers)
+    (process,) = workers._idle
+    with pytest.raises(CompileTimeout):
+        process.ask(pickle.dumps(Sleep()), 0.2)
+    workers.stop()
+    made(workers)
+    assert not spawned, "the template goes on"
+
+
+def test_one_that_cannot_start_is_replaced(workers, spawned, monkeypatch):
+    answer = io.BytesIO()
+    send(answer, CompileResult(reason=Reason(ReasonCode.WORKER, "cannot be forked")))
+
+    def fork(template):
+        return Channel(0, io.BytesIO(answer.getvalue()), io.BytesIO(), lambda: None, lambda: None, is_forked=True)
+
+    monkeypatch.setattr(Template, "fork", fork)
+    workers.start("eager", CPU)
+    made(workers)
+    assert len(spawned) == 1
+    assert workers._template is None, "it is not asked again"
+
+
+def test_without_the_template_workers_start_anew(spawned, monkeypatch):
+    monkeypatch.setattr(worker_pool, "_has_memory_for_template", lambda: True)
+    workers = Workers(setup, Host(), count=2)
+    workers.start_template("eager", CPU)
+    os.kill(workers._template.pid, signal.SIGKILL)
+    workers._template._process.wait()
+    made(workers)
+    assert len(spawned) == 1
+    assert workers._template is None
+    workers.stop()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_there_is_none_for_a_single_worker(count):
+    workers = Workers(setup, Host(), count=count)
+    workers.start_template("eager", CPU)
+    assert workers._template is None
+
+
+def test_there_is_none_without_memory(monkeypatch):
+    monkeypatch.setattr(worker_pool, "TEMPLATE_MEMORY", 1 << 60)
+    workers = Workers(setup, Host(), count=2)
+    workers.start_template("eager", CPU)
+    assert workers._template is None
+
+
+def test_nothing_outlives_the_process_that_started_it():
+    code = (
+        "import os, sys; sys.path[:] = eval(sys.argv[1])\n"
+        "from compiled_graphs.compiler.compile_cache.worker_template import Template\n"
+        "from compiled_graphs.compiler.compile_cache.worker_main import Setup\n"
+        "template = Template(Setup(tuple(sys.path), backend='eager'))\n"
+        "assert template.is_ready(300)\n"
+        "channel = template.fork()\n"
+        "print(template.pid, channel.pid, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, repr(sys.path)], capture_output=True, text=True, check=False)
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) == 2, ended.stderr
+    deadline = time.monotonic() + PATIENCE
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
