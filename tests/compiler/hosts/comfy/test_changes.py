@@ -13,6 +13,8 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 from torch import nn
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 NAME = "tiny_sd15"
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""

@@ -14,6 +14,8 @@ from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
 MODELS = ["tiny_sd15", "tiny_sdxl", "tiny_sd3", "tiny_flux"]
