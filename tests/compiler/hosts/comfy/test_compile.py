@@ -74,8 +74,8 @@ def test_after_the_first_prompt_nothing_compiles(name, load, sample, registry):
         {"sampler": "dpmpp_2m"},
         {"cfg": 1.0},
     ]
-    if name == "tiny_flux":
-        changes = [changes[1], changes[3], changes[4], changes[8]]  # its block is full width and slow here
+    if name in ("tiny_sdxl", "tiny_flux"):  # their blocks are many, or wide
+        changes = [changes[1], changes[3], {"tokens": 154, "cfg": 1.0}]
     with totals.expect(compiles=0):
         for change in changes:
             assert_same(sample(compiled, name, **change), sample(model, name, **change))
