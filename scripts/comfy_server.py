@@ -19,6 +19,10 @@ EXTENSION = Path(__file__).resolve().parent.parent
 BOOT_LIMIT = 180.0
 END_LIMIT = 60.0
 PROMPT_LIMIT = 900.0
+LISTENS = "To see the GUI go to"
+"""What each version of ComfyUI logs once its own socket listens."""
+PORT_IS_TAKEN = ("already in use", "only one usage of each socket address")
+PORTS_TRIED = 5
 
 
 def install(place: Path) -> None:
@@ -50,11 +54,7 @@ class ComfyServer:
         self._comfyui = comfyui
         self._arguments = arguments
         self._process: subprocess.Popen | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        self.address = f"http://127.0.0.1:{self._port}"
-        self.log = home / f"server-{self._port}.log"
+        self._take_a_port()
         for folder in ("models/checkpoints", "models/loras", "custom_nodes", "input", "output", "temp", "user"):
             (home / folder).mkdir(parents=True, exist_ok=True)
         if EXTENSION.parent.name != "custom_nodes":
@@ -62,6 +62,30 @@ class ComfyServer:
 
     def start(self) -> ComfyServer:
         """Start the server and wait until it answers. Raises RuntimeError with the end of its log if it does not."""
+        for _ in range(PORTS_TRIED):
+            if self._listens_after_start():
+                self.get("/queue")
+                return self
+            self.stop()
+            if not any(said in self._logged().lower() for said in PORT_IS_TAKEN):
+                break
+            self._take_a_port()
+        raise RuntimeError(f"ComfyUI did not start; {self._end_of_log()}")
+
+    def _take_a_port(self) -> None:
+        """Choose a port that is free now. Another program can have it before the server does."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self._port}"
+        self.log = self.home / f"server-{self._port}.log"
+
+    def _listens_after_start(self) -> bool:
+        """Start the process, and return whether it listens at its port within the limit.
+
+        Its own log says so. An answer would not: it may be another server's, and a connection to a port of nobody may
+        be one to itself.
+        """
         environment = os.environ | {
             "OTEL_SDK_DISABLED": "true",
             "HF_HUB_OFFLINE": "1",
@@ -70,19 +94,16 @@ class ComfyServer:
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),
             "PYTHONUNBUFFERED": "1",
         }
-        log = self.log.open("w", encoding="utf-8")
-        self._process = subprocess.Popen(
-            self._command(), cwd=self._comfyui or self.home, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        with self.log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                self._command(), cwd=self._comfyui or self.home, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
         deadline = time.monotonic() + BOOT_LIMIT
         while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                self.get("/queue")
-                return self
-            except OSError:
-                time.sleep(0.25)
-        self.stop()
-        raise RuntimeError(f"ComfyUI did not start; {self._end_of_log()}")
+            if LISTENS in self._logged():
+                return True
+            time.sleep(0.1)
+        return False
 
     def stop(self) -> None:
         """End the server."""
@@ -149,7 +170,10 @@ class ComfyServer:
             return answer.read()
 
     def _end_of_log(self) -> str:
-        return f"the end of {self.log}:\n{self.log.read_text('utf-8', 'replace')[-2000:]}"
+        return f"the end of {self.log}:\n{self._logged()[-2000:]}"
+
+    def _logged(self) -> str:
+        return self.log.read_text("utf-8", "replace")
 
     def _command(self) -> list[str]:
         common = [*_device_arguments(), "--listen", "127.0.0.1", "--port", str(self._port), *self._arguments]

@@ -13,7 +13,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,17 @@ def main() -> None:
     if options.comfyui:
         sys.path.insert(0, options.comfyui)
     import comfy.cli_args
-    import torch
 
     comfy.cli_args.args.cpu = True
-    for name in options.names or MODELS:
-        path = options.out / FOLDERS.get(name, "checkpoints") / f"{name}.ckpt"
+    write_missing(options.out, options.names or MODELS)
+
+
+def write_missing(folder: Path, names: Iterable[str]) -> None:
+    """Write these models to ComfyUI's models folder, unless they are there. ComfyUI can be imported."""
+    import torch
+
+    for name in names:
+        path = folder / FOLDERS.get(name, "checkpoints") / f"{name}.ckpt"
         if not path.exists():
             with torch.no_grad():
                 shapes = MODELS[name]()
@@ -263,8 +269,24 @@ def sd3() -> Shapes:
     )
 
 
+NARROW_FLUX, WIDE_FLUX = 256, 3072
+
+
 def flux() -> Shapes:
-    """Flux with one block of each kind, at full width. Without text encoders and VAE."""
+    """Flux with one block of each kind. Without text encoders and VAE.
+
+    It is narrow if this ComfyUI reads the width off a checkpoint. Others take the full width for granted.
+    """
+    import torch
+    from comfy.model_detection import detect_unet_config
+
+    narrow = _flux(NARROW_FLUX)
+    weights = {name: torch.empty(shape, device="meta") for name, shape in narrow.items()}
+    found = detect_unet_config(weights, "model.diffusion_model.") or {}
+    return narrow if found.get("hidden_size") == NARROW_FLUX else _flux(WIDE_FLUX)
+
+
+def _flux(width: int) -> Shapes:
     from comfy.ldm.flux.model import Flux, FluxParams
 
     newer = {"txt_ids_dims": []} if "txt_ids_dims" in FluxParams.__dataclass_fields__ else {}
@@ -276,9 +298,9 @@ def flux() -> Shapes:
         patch_size=2,
         vec_in_dim=768,
         context_in_dim=4096,
-        hidden_size=3072,
+        hidden_size=width,
         mlp_ratio=4.0,
-        num_heads=24,
+        num_heads=width // 128,
         depth=1,
         depth_single_blocks=1,
         axes_dim=[16, 56, 56],

@@ -27,12 +27,14 @@ def registry():
     return Registry()
 
 
-_TRACED = {}
+@pytest.fixture(scope="module")
+def _traced():
+    return {}
 
 
 @pytest.fixture
-def traced_once(monkeypatch):
-    """Trace blocks with the same key once for all tests with this fixture: torch.export takes at least 0.3 s.
+def traced_once(_traced, monkeypatch):
+    """Trace blocks with the same key once in a file: torch.export takes 0.3 to 3 s.
 
     Tests of what happens to graphs use it. Tests of tracing, and of blocks that notice a trace, do not.
     """
@@ -41,9 +43,9 @@ def traced_once(monkeypatch):
     def export_region(variant, host):
         key = (variant.fingerprint, variant.signature, variant.device, variant.dtypes, variant.hints, variant.symbolic)
         key = (*key, type(host), trace)
-        if key not in _TRACED:
-            _TRACED[key] = trace(variant, host)
-        exported = _TRACED[key]
+        if key not in _traced:
+            _traced[key] = trace(variant, host)
+        exported = _traced[key]
         return dataclasses.replace(exported, program=copy.deepcopy(exported.program))
 
     monkeypatch.setattr(graph_cache_module, "export_region", export_region)

@@ -277,30 +277,30 @@ def test_what_onediff_wrote_in_int8_is_refused_and_the_rest_loads(old_server, ho
 
 
 OTHER = """
-class ModelSpeedup:
+class Other:
     CATEGORY, FUNCTION, RETURN_TYPES = "somebody else's", "run", ("MODEL",)
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"model": ("MODEL",)}}
+        return {{"required": {{"model": ("MODEL",)}}}}
 
     def run(self, model):
         return (model,)
 
 
-NODE_CLASS_MAPPINGS = {"ModelSpeedup": ModelSpeedup, "ShowImageDiff": ModelSpeedup}
+NODE_CLASS_MAPPINGS = {{"{name}": Other}}
 """
 
 
-@pytest.mark.parametrize("name", ["aaa_loaded_before", "zzz_loaded_after"])
-def test_an_id_of_another_extension_stays_its_own(start_server, home, tmp_path, name):
-    if name == "aaa_loaded_before" and not os.environ.get("COMFYUI_PATH"):
-        pytest.skip("the index's build tells no extension what the others have")
+def test_an_id_of_another_extension_stays_its_own(start_server, home, tmp_path):
     (tmp_path / "models").symlink_to(home / "models", target_is_directory=True)
-    folder = tmp_path / "custom_nodes" / name
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(OTHER)
+    taken = {"zzz_loaded_after": "ModelSpeedup"}
+    if os.environ.get("COMFYUI_PATH"):  # the index's build tells no extension what the others have
+        taken["aaa_loaded_before"] = "ShowImageDiff"
+    for folder, name in taken.items():
+        (tmp_path / "custom_nodes" / folder).mkdir(parents=True)
+        (tmp_path / "custom_nodes" / folder / "__init__.py").write_text(OTHER.format(name=name))
     with start_server(tmp_path) as server:
-        for taken in ("ModelSpeedup", "ShowImageDiff"):
-            assert server.get(f"/object_info/{taken}")[taken]["category"] == "somebody else's"
+        for name in taken.values():
+            assert server.get(f"/object_info/{name}")[name]["category"] == "somebody else's"
         assert server.get("/object_info/VaeSpeedup")["VaeSpeedup"]["category"].startswith("compiled graphs/")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -17,6 +16,7 @@ import pytest
 COMFYUI = os.environ.get("COMFYUI_PATH", "")
 SCRIPTS = Path(__file__).resolve().parents[4] / "scripts"
 
+sys.path.insert(0, str(SCRIPTS))
 if COMFYUI:
     sys.path.insert(0, COMFYUI)
 _arguments, sys.argv = sys.argv, sys.argv[:1]  # ComfyUI parses the command line on import
@@ -34,6 +34,7 @@ from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # no
 from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
 from compiled_graphs.compiler.registry.registry import Registry  # noqa: E402
+from tiny_models import write_missing  # noqa: E402
 from vbar import stream, vbar  # noqa: E402, F401  a fixture
 
 TEXT_WIDTHS = {
@@ -83,9 +84,7 @@ def checkpoints() -> Path:
     """Tiny checkpoints, written once and kept beside the virtual environment."""
     home = Path(os.environ.get("COMPILED_GRAPHS_HOME", SCRIPTS.parent / ".quickstart"))
     folder = home / f"models-{Path(COMFYUI).name or 'index'}"  # each version may make other ones
-    command = [sys.executable, str(SCRIPTS / "tiny_models.py"), "--comfyui", COMFYUI, "--out", str(folder)]
-    names = [*TEXT_WIDTHS] if COMFYUI else [name for name in TEXT_WIDTHS if name != "tiny_flux"]
-    subprocess.run([*command, *names], check=True, capture_output=True)
+    write_missing(folder, TEXT_WIDTHS if COMFYUI else [name for name in TEXT_WIDTHS if name != "tiny_flux"])
     return folder / "checkpoints"
 
 
@@ -120,7 +119,7 @@ def _unloaded() -> Iterator[None]:
 def sample() -> Callable[..., torch.Tensor]:
     """Sample with ComfyUI's own sampler; sizes in latent units, `options` go to `comfy.sample.sample`."""
 
-    def run(model: Any, name: str, height: int = 8, width: int = 12, batch: int = 1, tokens: int = 77, cfg: float = 7.0,
+    def run(model: Any, name: str, height: int = 8, width: int = 6, batch: int = 1, tokens: int = 77, cfg: float = 7.0,
             sampler: str = "euler", seed: int = 1, steps: int = 1, conditioning: Settings | None = None,
             **options: Any) -> torch.Tensor:  # fmt: skip
         channels = (

@@ -13,6 +13,8 @@ from architectures import ELSEWHERE, TABLE, At
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 FIRST, OTHER = At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)
 BATCH = At(2, 3, 16, 24, 20)
 BOUND = 1e-5

@@ -8,6 +8,8 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.identity.memory_format import has_layouts
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 
 

@@ -14,6 +14,8 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.storage.graph_file import StoredGraph
 from rows import adapter, control_net, controlled_by_lora, fill, hinted
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
 

@@ -12,6 +12,8 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from rows import control_net, hinted
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 STEPS = 9
 DONE = Comparison(1.0, 0.5, 0.1)
 """With a comparison made, no step is computed both ways."""

@@ -20,6 +20,8 @@ from recorders import repeat
 from rows import random
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 CPU = torch.device("cpu")
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-3
 SIZES = ({}, {"height": 16, "width": 8}, {"batch": 2, "tokens": 154})

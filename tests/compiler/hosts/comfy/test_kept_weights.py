@@ -14,7 +14,10 @@ from test_streamed_weights import assert_image, compiled, layers_of
 from torch import nn
 from vbar import pin
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+pytestmark = [
+    pytest.mark.usefixtures("traced_once"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory"),
+]
 
 
 @pytest.fixture

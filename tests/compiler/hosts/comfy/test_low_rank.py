@@ -27,6 +27,8 @@ from recorders import repeat
 from rows import adapted, dora, linear_weights, loha, random
 from vbar import stream
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 EXACT = {"full_precision_matrix_mult": True}
 """Layers dequantise their weights, and do not round their inputs: what is left is what becomes of the LoRA."""
 FORMATS = ("float8_e4m3fn", "int8_tensorwise")

@@ -86,7 +86,7 @@ def compiled(model):
 
 def draw(sample, name, row, model, value):
     torch.manual_seed(0)  # some patches draw numbers of their own
-    arguments = row.arguments(model, value)
+    arguments = {"width": 12} | row.arguments(model, value)  # the rows' masks are of this size
     return sample(model, name, **{**arguments, "steps": max(STEPS, arguments.get("steps", 1))})
 
 

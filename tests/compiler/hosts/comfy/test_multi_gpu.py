@@ -11,9 +11,12 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.coexistence import is_ours
 from compiled_graphs.compiler.hosts.comfy.deep_cache import DeepCache, Settings
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu"), reason="this ComfyUI has one GPU only"
-)
+pytestmark = [
+    pytest.mark.usefixtures("traced_once"),
+    pytest.mark.skipif(
+        not hasattr(comfy.model_patcher.ModelPatcher, "deepclone_multigpu"), reason="this ComfyUI has one GPU only"
+    ),
+]
 OTHER = torch.device("cpu", 0)
 """Another device than "cpu" to ComfyUI, which computes alike."""
 

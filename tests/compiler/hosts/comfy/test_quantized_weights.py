@@ -35,6 +35,8 @@ from quantized_flux import KIND_OF_SCALE, error, quant_ops, quantized, sampled
 from rows import adapted, linear_weights, low_rank
 from vbar import stream
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8")
 NATIVE_ON_CPU = ("float8_e4m3fn", "float8_e5m2")
 """Formats that a CPU can multiply as they are, though ComfyUI has it dequantise them."""

@@ -10,6 +10,8 @@ from compiled_graphs.compiler.runtime import step_replay as step_replay_module
 from recorders import repeat
 from rows import adapted, control_net, hinted, low_rank
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 STEPS = 9
 BOUND = 5e-2 if torch.cuda.is_available() else 2e-4
 

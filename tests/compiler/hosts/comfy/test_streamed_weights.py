@@ -16,7 +16,10 @@ from vbar import stream
 STEPS = 9
 BOUND = 2e-4
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+pytestmark = [
+    pytest.mark.usefixtures("traced_once"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory"),
+]
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.storage.trust import Trust
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of an image."""
 SIZES = [(1, 8, 8), (1, 8, 12), (2, 5, 7), (1, 1, 1), (1, 4, 3), (3, 3, 3), (4, 2, 6)]

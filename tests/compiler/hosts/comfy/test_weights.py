@@ -14,6 +14,8 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 from rows import adapted, low_rank
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-3
 """Relative error of a sampled latent."""

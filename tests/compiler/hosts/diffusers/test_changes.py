@@ -16,6 +16,8 @@ from compiled_graphs.diffusers import compile_pipe
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.nn import functional
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 @pytest.fixture
 def pipe(monkeypatch):

@@ -17,6 +17,8 @@ from compiled_graphs.compiler.hosts.comfy.rules.attention_patches import (
 )
 from compiled_graphs.compiler.identity.call_signature import parse
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 """Relative error of a sampled latent; GPUs sample in half precision."""
 LITERALS = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
