@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from ...tracing.shape_discovery import ModelCall, Sizes
 
 ENCODE = "encode_token_weights"
 """The method by which ComfyUI enters a text encoder."""
-LONG_TEXT = "word " * 400
-"""More tokens than any tokenizer that cuts a text into rows puts into one."""
-OTHER_SENSES = ("visual", "vision", "audio")
-"""Parts of a path that name a network for images or sound. It runs once per image in a prompt."""
+LONG_TEXT = f'"{"word " * 400}"'
+"""More tokens than any tokenizer that cuts a text into rows puts into one. What is in quotes, byT5 encodes as well."""
+OTHER_SENSES = frozenset({"visual", "vision_model", "vision_tower", "audio_model", "audio_tower"})
+"""Names of parts that look at images or listen to sound. They run once for each in a prompt, and are left alone."""
+SIDE = 5
+"""Of an image in a call ahead, in tokens."""
 
 Tokens = Mapping[str, Any]
 
@@ -48,9 +51,34 @@ class PromptCall:
         return lambda weightless, sizes: _encode(weightless, tokens, sizes, fixed)
 
 
+def is_of_other_sense(path: str) -> bool:
+    """Whether a block is of a part of an encoder that reads no text."""
+    return not OTHER_SENSES.isdisjoint(path.split("."))
+
+
 def _encode(network: nn.Module, tokens: Tokens, sizes: Sizes, fixed: Mapping[str, int]) -> None:
     resized = {name: _resized(rows, sizes, fixed.get(name)) for name, rows in tokens.items()}
+    for part in network.modules():
+        if hasattr(type(part), "preprocess_embed"):
+            part.preprocess_embed = partial(_see, part)
     with_answers(lambda _: getattr(type(network), ENCODE)(network, resized))
+
+
+def _see(part: nn.Module, embed: Any, device: torch.device) -> tuple[torch.Tensor, _Seen]:
+    """Return what a network for text gets for an image."""
+    width = part.get_input_embeddings().weight.shape[1]
+    return torch.empty((SIDE * SIDE, width), device=device), _Seen()
+
+
+class _Seen(dict):
+    """What an encoder notes of an image: Qwen2.5-VL its grid, a tensor of one row; Qwen3-VL a dictionary with it."""
+
+    def max(self) -> int:
+        return 2 * SIDE
+
+    def __missing__(self, key: Any) -> Any:
+        found: dict[Any, Any] = {"grid": self, "deepstack": [], 0: (1, 2 * SIDE, 2 * SIDE)}
+        return found[key]
 
 
 def _fixed_lengths(tokens: Tokens) -> dict[str, int]:
@@ -63,15 +91,11 @@ def _is_rows(rows: Any) -> bool:
 
 
 def _resized(rows: Any, sizes: Sizes, fixed: int | None) -> Any:
-    """Return rows of as many tokens as the sizes say, and as many of them."""
+    """Return as many rows as the sizes say, of so many tokens, and with an image if there was one."""
     if not _is_rows(rows):
         return rows
     length, row = fixed or sizes.tokens, rows[0]
-    plain = [token for token in row if not _is_embedding(token[0])] or row
-    longer = plain + plain[-1:] * (length - len(plain))
-    return [list(longer[:length]) for _ in range(sizes.batch)]
-
-
-def _is_embedding(token: Any) -> bool:
-    """Whether a token stands for an embedding or an image: the tokens that it takes are not known ahead."""
-    return isinstance(token, torch.Tensor | Mapping)
+    plain = [token for token in row if isinstance(token[0], int)] or row
+    longer = (plain + plain[-1:] * (length - len(plain)))[:length]
+    images = [({"type": token[0].get("type")}, *token[1:]) for token in row if isinstance(token[0], Mapping)]
+    return [[longer[0], *images[:1], *longer[1:]] for _ in range(sizes.batch)]

@@ -39,6 +39,9 @@ from .scaled_fp8 import multiply_weights
 FORCE_CAST = "comfy_force_cast_weights"
 """Attribute of a layer whose weight is cast to the dtype of its input. A quantised one is dequantised then."""
 
+FULL_PRECISION = "_full_precision_mm"
+"""Attribute of a quantised layer that multiplies in the dtype of its input."""
+
 # What a block may look up to hand it on. Tracing sees to it that the block does no more with it.
 _BOOKKEEPING = attention_patches.PLACES | {PATCHES, REPLACEMENTS}
 
@@ -54,7 +57,7 @@ _LAYER_SETTINGS = frozenset(
         "out_features",
         "quant_format",
         "layout_type",
-        "_full_precision_mm",
+        FULL_PRECISION,
     }
 )
 
@@ -147,9 +150,10 @@ class ComfyHost(Host):
         return not in_place
 
     def weight_hooks_of(self, attributes: Mapping[str, Any]) -> frozenset[str]:
-        """A quantised layer that is told to cast its weight dequantises it."""
+        """A quantised layer that is told to cast its weight dequantises it. A text encoder's does so in any case."""
         hooks = super().weight_hooks_of(attributes)
-        return hooks | {FORCE_CAST} if FORCE_CAST in attributes and "layout_type" in attributes else hooks
+        obeys = FORCE_CAST in attributes and "layout_type" in attributes and not attributes.get(FULL_PRECISION)
+        return hooks | {FORCE_CAST} if obeys else hooks
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""
