@@ -1,6 +1,6 @@
 """Text encoders at their real sizes with random weights: eager and compiled, at several lengths of a prompt.
 
-    python benchmarks/encoders.py --comfyui CHECKOUT [--dtype bfloat16] [--repeats 20] [NAME ...]
+    python benchmarks/encoders.py --comfyui CHECKOUT [--dtype bfloat16] [--repeats 20] [--cast] [NAME ...]
 
 A plain and a compiled `comfy.sd.CLIP` share the weights, which are made on the GPU, and encode the same tokens in turn:
 what a node that encodes a prompt calls, so with ComfyUI's own work around the network. CLIP has rows of 77 tokens, and
@@ -33,11 +33,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the weights; ComfyUI computes in float32")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--layers", type=int, default=0, help="only so many layers of each encoder, 3 or more")
+    parser.add_argument("--cast", action="store_true", help="have graphs cast weights to float32, as ComfyUI does")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none is given")
     options = parser.parse_args()
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no {unknown.pop()}; choose from {', '.join(NAMES)}")
     models.use_comfyui(options.comfyui)
+    if options.cast:
+        from compiled_graphs.compiler.backends.inductor import artifacts
+
+        artifacts.can_split = lambda device: False
     print(f"torch {torch.__version__}, {step.device_name()}, {options.dtype}, {options.backend}")
     for name in options.names or NAMES:
         measure(name, options)
