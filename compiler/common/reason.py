@@ -43,7 +43,7 @@ class ReasonCode(Enum):
     OPTIONS_SEARCHED = "code that looks through all transformer options"
     OPTIONS_COUNTED = "code that counts the transformer options"
 
-    GENERATION = "a step of generating text"
+    EARLIER_TOKENS = "a cache of earlier tokens"
 
     # The weights
     WEIGHT_FUNCTION = "weights changed on the fly ({})"

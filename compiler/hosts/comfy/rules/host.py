@@ -211,7 +211,7 @@ class ComfyHost(Host):
     def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
         if context.get(CACHE) is not None:
-            return Reason(ReasonCode.GENERATION)
+            return Reason(ReasonCode.EARLIER_TOKENS)
         options = context.get(OPTIONS) or {}
         can_be_operators = attention_patches.can_be_operators(string_constants)
         operators = attention_patches.PATCH_POINTS if can_be_operators else frozenset()

@@ -57,8 +57,10 @@ def assert_same(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
         if other is not None:
-            assert torch.isfinite(other).all()
-            assert (one - other).norm() <= BOUND * other.norm()
+            known = torch.isfinite(other)  # an older ComfyUI's mask makes some rows of padding not a number
+            assert known.any()
+            assert torch.equal(known, torch.isfinite(one))
+            assert (one - other)[known].norm() <= BOUND * other[known].norm()
 
 
 def assert_all_compiled(ours, clip, texts=TEXTS):
@@ -160,7 +162,7 @@ def test_embeddings_in_a_prompt(load, registry):
 
 @pytest.fixture
 def seeing(load):
-    """Qwen2.5-VL with a narrow network for images."""
+    """Qwen2.5-VL with a narrow network for images, which the table leaves out."""
     qwen_vl = pytest.importorskip("comfy.text_encoders.qwen_vl")
 
     clip = load("Qwen-Image")
@@ -199,9 +201,8 @@ def test_text_is_generated_without_graphs(load, registry):
     assert answers[0] == answers[1]
 
 
-def test_a_step_of_generating_is_not_one_for_graphs():
-    blocks = {"past_key_value": []}
-    assert HOST.unsupported_patch(blocks, frozenset()) == Reason(ReasonCode.GENERATION)
+def test_a_block_with_a_cache_of_earlier_tokens_runs_uncompiled():
+    assert HOST.unsupported_patch({"past_key_value": []}, frozenset()) == Reason(ReasonCode.EARLIER_TOKENS)
     assert HOST.unsupported_patch({"past_key_value": None}, frozenset()) is None
 
 
