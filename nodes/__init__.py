@@ -9,6 +9,7 @@ from typing import Any
 from ..compiler.hosts.comfy import graph_folder
 from ..web_server import doctor_route, metrics_route, queued_prompt, routes, server_start
 from . import onediff, v3_schema
+from .clip_speedup import CLIPSpeedup
 from .compile_model import CompileModel
 from .compile_report import CompileReport
 from .control_net_speedup import ControlNetSpeedup
@@ -16,8 +17,8 @@ from .deep_cache import DeepCache
 from .graph_files import LoadGraph, SaveGraph
 from .vae_speedup import VAESpeedup
 
-_WITH_BACKEND = (CompileModel, VAESpeedup, ControlNetSpeedup, LoadGraph)
-_NODES = (CompileModel, VAESpeedup, ControlNetSpeedup, DeepCache, SaveGraph, LoadGraph, CompileReport)
+_WITH_BACKEND = (CompileModel, VAESpeedup, ControlNetSpeedup, CLIPSpeedup, LoadGraph)
+_NODES = (CompileModel, VAESpeedup, ControlNetSpeedup, CLIPSpeedup, DeepCache, SaveGraph, LoadGraph, CompileReport)
 
 graph_folder.register_folder()
 _IS_FIRST_COPY = routes.register()

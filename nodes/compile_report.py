@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..compiler.runtime.compiled_model import CompiledModel
     from ..compiler.runtime.summary import KindInUse
 
-NOT_COMPILED = say("Not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup or Load Graph")
+NOT_COMPILED = say(
+    "Not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup, CLIP Speedup or Load Graph"
+)
 NOT_TIMED = say(
     "Blocks are timed on their first run, with verify on. Connect an image of this model to the input after."
 )
@@ -52,6 +54,7 @@ class CompileReport:
                     ANY,
                     {"tooltip": "Connect an IMAGE or LATENT: the report is drawn after it is made."},
                 ),
+                "clip": ("CLIP", {"tooltip": "A CLIP from CLIP Speedup or Load Graph."}),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -62,10 +65,16 @@ class CompileReport:
         return float("nan")
 
     def report(
-        self, model: Any = None, vae: Any = None, control_net: Any = None, after: Any = None, unique_id: str = ""
+        self,
+        model: Any = None,
+        vae: Any = None,
+        control_net: Any = None,
+        after: Any = None,
+        clip: Any = None,
+        unique_id: str = "",
     ) -> dict[str, Any]:
         """Return the picture, [1, height, width, 3] from 0 to 1, and show it on the node."""
-        things = (("Model", model), ("VAE", vae), ("ControlNet", control_net))
+        things = (("Model", model), ("VAE", vae), ("ControlNet", control_net), ("CLIP", clip))
         sections = [_section(name, thing) for name, thing in things if thing is not None]
         sections = sections or [Section("Compile Report", [NOT_COMPILED], [])]
         picture = draw(sections, _language())

@@ -17,11 +17,11 @@ from . import inputs
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
 
-NOTHING_CONNECTED = say("Connect a model, a VAE or a ControlNet.")
+NOTHING_CONNECTED = say("Connect a model, a VAE, a ControlNet or a CLIP.")
 
 
 class SaveGraph:
-    """Writes the graphs that a model, a VAE and a ControlNet use to one file. Compiles what is not compiled yet."""
+    """Writes the graphs of a model, a VAE, a ControlNet and a CLIP to one file. Compiles what is not compiled yet."""
 
     ID = "CG_SaveGraph"
     TITLE = "Save Graph"
@@ -30,8 +30,8 @@ class SaveGraph:
     RETURN_TYPES = ()
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Writes the compiled graphs of a model, a VAE and a ControlNet to a file under models/compiled_graphs. It has "
-        "no weights, and serves every checkpoint and LoRA of the architecture on this machine."
+        "Writes the compiled graphs of a model, a VAE, a ControlNet and a CLIP to a file under models/compiled_graphs. "
+        "It has no weights, and serves every checkpoint and LoRA of the architecture on this machine."
     )
     SEARCH_ALIASES = ["save compiled", "export graph", "model graph saver", "onediff"]
 
@@ -49,6 +49,10 @@ class SaveGraph:
                     {"tooltip": "A ControlNet from ControlNet Speedup. One that is not compiled yet is compiled now."},
                 ),
                 "after": (inputs.ANY, {"tooltip": "Connect a LATENT or IMAGE to save after it has been made."}),
+                "clip": (
+                    "CLIP",
+                    {"tooltip": "A CLIP from CLIP Speedup. One that is not compiled yet is compiled now."},
+                ),
             },
             "hidden": {"unique_id": "UNIQUE_ID"},
         }
@@ -60,12 +64,18 @@ class SaveGraph:
         vae: Any = None,
         control_net: Any = None,
         after: Any = None,
+        clip: Any = None,
         unique_id: str = "",
     ) -> dict[str, Any]:
         """Write the file and return the text the node shows: what was written, or why nothing was."""
-        from ..compiler.hosts.comfy.compile import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.compile import compile_clip, compile_control_net, compile_model, compile_vae
 
-        compilers = ((model, compile_model), (vae, compile_vae), (control_net, compile_control_net))
+        compilers = (
+            (model, compile_model),
+            (vae, compile_vae),
+            (control_net, compile_control_net),
+            (clip, compile_clip),
+        )
         found = [_graphs_of(thing, compile_thing) for thing, compile_thing in compilers if thing is not None]
         graphs = [graph for graphs, _ in found for graph in graphs]
         told = [line for _, lines in found for line in lines]
@@ -78,17 +88,18 @@ class SaveGraph:
 
 
 class LoadGraph:
-    """Puts the graphs of a file into a model, a VAE and a ControlNet. Nothing is traced and nothing is compiled."""
+    """Puts the graphs of a file into a model, a VAE, a ControlNet and a CLIP. Nothing is traced or compiled."""
 
     ID = "CG_LoadGraph"
     TITLE = "Load Graph"
     CATEGORY = "compiled graphs"
     FUNCTION = "load"
-    RETURN_TYPES = ("MODEL", "VAE", "CONTROL_NET")
+    RETURN_TYPES = ("MODEL", "VAE", "CONTROL_NET", "CLIP")
     OUTPUT_TOOLTIPS = (
         "The model with compiled blocks, as from Compile Model.",
         "The VAE, as from VAE Speedup.",
         "The ControlNet, as from ControlNet Speedup.",
+        "The CLIP, as from CLIP Speedup.",
     )
     DESCRIPTION = (
         "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled with the backend; a file "
@@ -111,6 +122,7 @@ class LoadGraph:
                 "backend": inputs.backend(),
                 "control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to put the graphs into."}),
                 "cuda_graphs": inputs.CUDA_GRAPHS,
+                "clip": ("CLIP", {"tooltip": "The CLIP to put the graphs into."}),
             },
             "hidden": inputs.HIDDEN,
         }
@@ -134,12 +146,13 @@ class LoadGraph:
         backend: str = NAMES[0],
         control_net: Any = None,
         cuda_graphs: bool = True,
+        clip: Any = None,
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return what is connected with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy.compile import compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.compile import compile_clip, compile_control_net, compile_model, compile_vae
         from ..compiler.hosts.comfy.process import warm_up
 
         warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
@@ -165,9 +178,12 @@ class LoadGraph:
         if control_net is not None:
             control_net, text = compile_control_net(control_net, request("control_net"))
             shown.put("control_net", join(["ControlNet:", text], " "))
-        text = shown.put("none", "" if model or vae or control_net else NOTHING_CONNECTED)
+        if clip is not None:
+            clip, text = compile_clip(clip, request("clip"))
+            shown.put("clip", join(["CLIP:", text], " "))
+        text = shown.put("none", "" if model or vae or control_net or clip else NOTHING_CONNECTED)
         events.show(unique_id, text)
-        return {"ui": {"text": [text]}, "result": (model, vae, control_net)}
+        return {"ui": {"text": [text]}, "result": (model, vae, control_net, clip)}
 
 
 class _Lines:

@@ -8,7 +8,12 @@ import { inLanguage, language, say } from "./words.js";
 const TAB = "compiled-graphs";
 const REGISTRY_EVENT = "compiled_graphs.registry";
 const ROUTES = "/compiled_graphs";
-const HELP = { VAE: "CG_VAESpeedup", ControlNet: "CG_ControlNetSpeedup", default: "CG_CompileModel" };
+const HELP = {
+  VAE: "CG_VAESpeedup",
+  ControlNet: "CG_ControlNetSpeedup",
+  "text encoder": "CG_CLIPSpeedup",
+  default: "CG_CompileModel",
+};
 
 // Elements are built of text: what workflows and nodes are called is nobody's markup.
 function element(tag, properties = {}, ...children) {

@@ -25,6 +25,7 @@ const CHINESE = {
   "diffusion model": "扩散模型",
   "VAE": "VAE",
   "ControlNet": "ControlNet",
+  "text encoder": "文本编码器",
   "This model is not in memory any more.": "此模型已不在内存中。",
   "block types compiled": "种块已编译",
   "Equal blocks of a model are one type and share a graph": "模型中相同的块算一种，共用一个计算图",

@@ -178,6 +178,13 @@ class Host:
         """Return patches that run for an eager region, and then return the same results to its graph."""
         raise KeyError("a host that names no patch points has no patches")
 
+    def operator_for(self, function: str) -> Callable:
+        """Return what a graph calls in place of a function that a block is given, by its `module:name`.
+
+        Raises Unsupported for a function that nothing can take the place of.
+        """
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, f"function ({function.replace(':', '.')})")
+
     def apply_writes(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Write to a call's context arguments what the region's own code would have written."""
 

@@ -43,6 +43,8 @@ class ReasonCode(Enum):
     OPTIONS_SEARCHED = "code that looks through all transformer options"
     OPTIONS_COUNTED = "code that counts the transformer options"
 
+    EARLIER_TOKENS = "a cache of earlier tokens"
+
     # The weights
     WEIGHT_FUNCTION = "weights changed on the fly ({})"
     WEIGHT_TYPE = "weights of type {}"

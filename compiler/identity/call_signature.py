@@ -21,10 +21,21 @@ from typing import Any
 
 import torch
 
+from ..common.host import Host
 from ..common.inner_tensors import TENSOR_TYPES
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import pytree
-from .object_arguments import Dimension, Packed, Unpacking, contents, from_json, packed, to_json
+from .object_arguments import (
+    Dimension,
+    NamedFunction,
+    Packed,
+    Unpacking,
+    contents,
+    from_json,
+    function_name,
+    packed,
+    to_json,
+)
 
 _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     type(None): (lambda value: value, lambda value: None),
@@ -39,6 +50,9 @@ _STATICS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 STATIC_TYPES = tuple(_STATICS)
 """Types of arguments, besides tensors, that a cache key can hold: they can be written to JSON and read back."""
+
+
+_ANY_HOST = Host()
 
 
 @dataclass(frozen=True)
@@ -164,6 +178,8 @@ def describe(value: Any, tensors: list[torch.Tensor], block: type = NoneType) ->
         raise Unsupported(ReasonCode.TENSOR_TYPE, kind.__name__)
     if kind in STATIC_TYPES:  # a subclass may mean something else
         return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
+    if name := function_name(value):
+        return kind, name
     found = contents(value, block)
     if found is None:
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, kind.__name__)
@@ -172,12 +188,18 @@ def describe(value: Any, tensors: list[torch.Tensor], block: type = NoneType) ->
     return kind, names, *[describe(item, tensors, inner) for item in values]
 
 
-def call_forward(module: torch.nn.Module, arguments: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+def call_forward(
+    module: torch.nn.Module,
+    arguments: Mapping[str, Any],
+    context: Mapping[str, Any],
+    operator_for: Callable[[str], Callable] = _ANY_HOST.operator_for,
+) -> Any:
     """Call the `forward` of a module's class with the arguments and the context that `bind` returned.
 
-    Raises Unsupported if the block writes to an object that it is given, or if one's class is not what it was.
+    `operator_for` returns what takes the place of a function that the block is given. Raises Unsupported if the block
+    writes to an object that it is given, if one's class is not what it was, or if nothing can take a function's place.
     """
-    signature, unpacked = forward_signature(type(module)), Unpacking(type(module))
+    signature, unpacked = forward_signature(type(module)), Unpacking(type(module), operator_for)
     arguments = {name: unpacked(value) for name, value in arguments.items()}
     ordered = {name: context.get(name, arguments.get(name)) for name in signature.parameters}
     if rest := _rest_name(type(module)):
@@ -364,6 +386,8 @@ def _outline(value: Any) -> list:
         return ["dict", [[_outline(key), _outline(item)] for key, item in value.items()]]
     if type(value) in (list, tuple):
         return [type(value).__name__, [_outline(item) for item in value]]
+    if type(value) is NamedFunction:
+        return ["function", value.name]
     if type(value) is Packed:
         return to_json(value, _outline)
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
@@ -387,6 +411,8 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
     if kind in ("list", "tuple"):
         items = [_fill_in(item, tensors) for item in content]
         return tuple(items) if kind == "tuple" else items
+    if kind == "function":
+        return NamedFunction(str(content))
     if kind == "object":
         return from_json(content, *outline[2:], read=lambda item: _fill_in(item, tensors))
     return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)

@@ -9,6 +9,9 @@ code of the class, too (`CompressedTimestep` of LTX-2). Such an object holds ten
 
 A class is named in signatures by its module, its name and a digest of its source. Nothing is imported for a name, and
 no code of the class runs to make an object.
+
+A function that stands in a module under its own name, such as the attention function that text encoders hand to their
+blocks, is a `NamedFunction`. The host says which operator takes its place in a graph.
 """
 
 from __future__ import annotations
@@ -46,6 +49,22 @@ class Packed(NamedTuple):
     values: tuple[Any, ...]
     names: tuple[str, ...] = ()
     """The attributes that hold the values; none for a plain dataclass, whose class says it."""
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """Stands for a function that a block is given."""
+
+    name: str
+    """The module and the qualified name, with a colon between."""
+
+
+def function_name(value: Any) -> str | None:
+    """Return the name of a function if it is what stands in its module under that name now; None for all else."""
+    if type(value) is not types.FunctionType:
+        return None
+    is_there = getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
+    return f"{value.__module__}:{value.__qualname__}" if is_there else None
 
 
 @dataclass(frozen=True)
@@ -141,13 +160,15 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def packed(value: Any, block: type) -> Any:
-    """Return a value with a `Packed` in place of each object in it, and in the tuples in it.
+    """Return a value with a `Packed` in place of each object in it, and in the tuples in it; likewise for functions.
 
     Lists and dictionaries stay what they are: a block may write to them.
     """
     if type(value) is tuple:
         items = tuple([packed(item, block) for item in value])
         return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+    if name := function_name(value):
+        return NamedFunction(name)
     found = contents(value, block)
     if found is None:
         return value
@@ -160,8 +181,10 @@ def packed(value: Any, block: type) -> Any:
 class Unpacking:
     """Makes objects again, for one call of a block."""
 
-    def __init__(self, block: type) -> None:
+    def __init__(self, block: type, operator_for: Callable[[str], Callable]) -> None:
+        """`operator_for` returns what takes the place of a function, by its name."""
         self._block = block
+        self._operator_for = operator_for
         self._made: list[tuple[Any, tuple[str, ...], list[Any]]] = []
 
     def __call__(self, value: Any) -> Any:
@@ -169,6 +192,8 @@ class Unpacking:
         if type(value) is tuple:
             items = tuple(map(self, value))
             return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
+        if isinstance(value, NamedFunction):
+            return self._operator_for(value.name)
         if not isinstance(value, Packed):
             return value
         cls = _class_of(value, self._block)

@@ -124,6 +124,11 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.OPTION_LEFT: _OPTION,
     ReasonCode.OPTIONS_SEARCHED: _OPTION,
     ReasonCode.OPTIONS_COUNTED: _OPTION,
+    ReasonCode.EARLIER_TOKENS: Explanation(
+        "A model that makes tokens one after the other keeps what it computed of those before. ComfyUI's own code runs "
+        "then.",
+        "语言模型生成文本时会保留之前词元的计算结果，这时运行的是 ComfyUI 自己的代码。",
+    ),
     ReasonCode.WEIGHT_FUNCTION: Explanation(
         "Weights of these blocks are changed each time they are used: by a LoRA on GGUF weights, or by a node that "
         "changes quantised or float8 weights. Without it these blocks run compiled.",

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..common.reason import ReasonCode, Unsupported
 from ..identity.memory_format import CHANNELS_LAST
-from .by_name import can_find, function_named
+from .by_name import can_find, decode, encode, function_named, function_now
 from .once import once
 
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
@@ -22,6 +23,8 @@ _SCHEMA = (
     "attention(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
     "bool skip_reshape, bool skip_output_reshape) -> Tensor"
 )
+
+_GIVEN_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, str options) -> Tensor"
 
 
 @once
@@ -38,6 +41,16 @@ def register_operator() -> None:
     torch.library.define("compiled_graphs::map_attention", _MAP_SCHEMA)
     torch.library.impl("compiled_graphs::map_attention", "CompositeExplicitAutograd", _run_map)
     torch.library.register_fake("compiled_graphs::map_attention", lambda function, q, k, v: torch.empty_like(q))
+
+
+@once
+def register_given_operator() -> None:
+    """Define `torch.ops.compiled_graphs.given_attention`, which an older copy of this package may lack."""
+    if hasattr(torch.ops.compiled_graphs, "given_attention"):
+        return
+    torch.library.define("compiled_graphs::given_attention", _GIVEN_SCHEMA)
+    torch.library.impl("compiled_graphs::given_attention", "CompositeExplicitAutograd", _run_given)
+    torch.library.register_fake("compiled_graphs::given_attention", _shape_given)
 
 
 def opaque_attention(
@@ -71,6 +84,27 @@ def opaque_attention(
     )
 
 
+def given_attention(name: str) -> Callable:
+    """Return what takes the place of an attention function that a block is given, `module:name`, in a trace.
+
+    It is called as `opaque_attention` says, and with any plain options. Whatever stands under the name when the graph
+    runs is called: a call whose function is not that one has no graph.
+    """
+    register_given_operator()
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        given = {key: value for key, value in options.items() if value is not None}
+        if not all(isinstance(value, bool | int | float | str | torch.dtype) for value in given.values()):
+            raise Unsupported(ReasonCode.ARGUMENT_TYPE, f"function ({name.replace(':', '.')}, with other options)")
+        if given.get("skip_reshape") and not given.get("skip_output_reshape") and q.device.type == "cuda":
+            q, k, v = map(by_tokens, (q, k, v))
+        return torch.ops.compiled_graphs.given_attention(name, q, k, v, heads, mask, encode(given))
+
+    return call
+
+
 def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, tokens, dim] laid out as [batch, tokens, heads, dim], if it is contiguous.
 
@@ -101,6 +135,17 @@ def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_re
         skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
     )  # fmt: skip
     return output.to(q.dtype).contiguous()
+
+
+def _run_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN202
+    output = function_now(function)(q, k, v, heads, mask=mask, **decode(options))
+    return output.to(q.dtype).contiguous()
+
+
+def _shape_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN202
+    given = decode(options)
+    is_split, stays_split = given.get("skip_reshape", False), given.get("skip_output_reshape", False)
+    return _shape(function, q, k, v, heads, mask, None, is_split, stays_split)
 
 
 def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

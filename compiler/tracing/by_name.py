@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,12 @@ def function_named(name: str) -> Callable:
     """Return the function that `module:name` stands for. Raises ImportError or AttributeError."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def function_now(name: str) -> Callable:
+    """Return the function that stands under `module:name` at this moment. Raises ImportError or AttributeError."""
+    module, _, attribute = name.partition(":")
+    return getattr(sys.modules.get(module) or importlib.import_module(module), attribute)
 
 
 def can_find(name: str) -> bool:

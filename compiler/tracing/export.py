@@ -93,18 +93,20 @@ class _PureRegion(nn.Module):
         signature: CallSignature,
         context: Callable[[], dict[str, Any]],
         functions: Callable[[], AbstractContextManager[Any]],
+        operator_for: Callable[[str], Callable],
         has_maps: bool,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "hidden", (region, put_weights, signature, context, functions, has_maps))
+        hidden = region, put_weights, signature, context, functions, operator_for, has_maps
+        object.__setattr__(self, "hidden", hidden)
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, put_weights, signature, make_context, functions, has_maps = self.hidden
+        region, put_weights, signature, make_context, functions, operator_for, has_maps = self.hidden
         context = make_context()
         put_weights(weights)
         arguments = signature.fill(inputs)
         with functions():
-            result = call_forward(region, arguments, context)
+            result = call_forward(region, arguments, context, operator_for)
         if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         # Some blocks make their map contiguous at the end, which the next block would have to undo.
@@ -170,7 +172,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         with functions(has_maps), LiteralTensors(), host.traced_functions():
             yield
 
-    pure = _PureRegion(weightless, held.put, request.signature, context, around, has_maps)
+    pure = _PureRegion(weightless, held.put, request.signature, context, around, host.operator_for, has_maps)
     auto = torch.export.Dim.AUTO
     rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
     ranks = [{0: rank} if is_factor(name) else None for name in held.names]

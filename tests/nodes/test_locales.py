@@ -57,7 +57,14 @@ def test_the_panel_has_its_chinese():
     used = set(re.findall(r'\bsay\(\s*"((?:[^"\\]|\\.)*)"', said))
     words = (ROOT / "web" / "words.js").read_text(encoding="utf-8")
     known = dict(re.findall(r'^  "((?:[^"\\]|\\.)*)": "((?:[^"\\]|\\.)*)",$', words, re.MULTILINE))
-    kinds = {"base UNet", "refiner UNet", "diffusion model", "VAE", "ControlNet"}  # the server says these
+    kinds = {
+        "base UNet",
+        "refiner UNet",
+        "diffusion model",
+        "VAE",
+        "ControlNet",
+        "text encoder",
+    }  # the server says these
     assert len(used) > 50
     assert used | kinds == known.keys()
     values = {english: re.findall(r"\{\w+\}", english) for english in known}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import logging
@@ -19,6 +20,7 @@ import torch
 from ...common.torch_compat import CompiledArtifact, aoti_compile_and_package, aoti_load_package, standalone_compile
 from ...tracing.export import ExportedRegion
 from .repeated_subgraphs import folded, tracing_once
+from .split_products import can_split, split_linears
 from .tuning import preferences, settings
 
 log = logging.getLogger(__name__)
@@ -50,13 +52,14 @@ class Artifact:
         results = module.graph.output_node()
         results.args = (tuple(result for result in results.args[0] if result is not None),)
         module.recompile()
-        try:
-            if (shorter := folded(module)) is not None:
-                with tracing_once():
-                    return cls(_compiled(shorter))
-        except Exception as error:  # some torch versions refuse some subgraphs, or lack a name that finding them needs
-            log.info("A graph is compiled in one piece: %s: %s", type(error).__name__, error)
-        return cls(_compiled(module))
+        if can_split(torch.device(exported.spec.device)):
+            try:
+                split = copy.deepcopy(module)
+                if split_linears(split):
+                    return cls(_compiled_in_parts(split))
+            except Exception as error:
+                log.info("Weights are cast to float32: %s: %s", type(error).__name__, error)
+        return cls(_compiled_in_parts(module))
 
     @classmethod
     def load(cls, data: bytes) -> Artifact:
@@ -64,6 +67,17 @@ class Artifact:
             path = Path(folder, "artifact")
             path.write_bytes(data)
             return cls(CompiledArtifact.get().load(path=str(path), format="binary"))
+
+
+def _compiled_in_parts(module: torch.fx.GraphModule) -> Any:
+    """Compile a graph, and what is repeated in it once, if this torch can."""
+    try:
+        if (shorter := folded(module)) is not None:
+            with tracing_once():
+                return _compiled(shorter)
+    except Exception as error:  # some torch versions refuse some subgraphs, or lack a name that finding them needs
+        log.info("A graph is compiled in one piece: %s: %s", type(error).__name__, error)
+    return _compiled(module)
 
 
 def _compiled(module: torch.fx.GraphModule) -> Any:

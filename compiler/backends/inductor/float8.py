@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from ...common.torch_compat import FOR_FLOAT8, fake_mode, missing, scaled_mm, size_hint
+from ...common.torch_compat import FOR_FLOAT8, missing, scaled_mm, size_hint
 from ...identity.graph_spec import Executable, GraphSpec
 from ...tracing.export import ExportedRegion
 from .backend import InductorBackend
+from .graph_edits import add_node
 
 DTYPE = torch.float8_e4m3fn
 FEWEST_WEIGHTS = 2**20
@@ -108,33 +108,24 @@ def _product(graph: fx.Graph, x: fx.Node, weight: fx.Node, bias: fx.Node | None)
     """Add nodes for x @ weight.T + bias. x: [..., inputs], weight: [outputs, inputs], bias: [outputs]."""
     like = x.meta["val"]
     outputs, inputs = weight.meta["val"].shape
-    rows, row_scales = _rounded(graph, _node(graph, _aten.reshape.default, x, [-1, inputs]))
+    rows, row_scales = _rounded(graph, add_node(graph, _aten.reshape.default, x, [-1, inputs]))
     columns, column_scales = _rounded(graph, weight)
-    columns, column_scales = (_node(graph, _aten.t.default, each) for each in (columns, column_scales))
+    columns, column_scales = (add_node(graph, _aten.t.default, each) for each in (columns, column_scales))
     # With a scale per row, every kernel can return bfloat16, but only some can return float16.
     options = (None, None, torch.bfloat16, True)
-    result = _node(graph, scaled_mm.get(), rows, columns, row_scales, column_scales, *options)
-    result = _node(graph, _aten.to.dtype, result, like.dtype)
+    result = add_node(graph, scaled_mm.get(), rows, columns, row_scales, column_scales, *options)
+    result = add_node(graph, _aten.to.dtype, result, like.dtype)
     if bias is not None:
-        result = _node(graph, _aten.add.Tensor, result, bias)
-    sizes = [_node(graph, _aten.sym_size.int, x, dim) for dim in range(like.ndim - 1)]
-    return _node(graph, _aten.reshape.default, result, [*sizes, outputs])
+        result = add_node(graph, _aten.add.Tensor, result, bias)
+    sizes = [add_node(graph, _aten.sym_size.int, x, dim) for dim in range(like.ndim - 1)]
+    return add_node(graph, _aten.reshape.default, result, [*sizes, outputs])
 
 
 def _rounded(graph: fx.Graph, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return [n, k] as float8, and the factors that scale its rows back: [n, 1]."""
-    wide = _node(graph, _aten.to.dtype, rows, torch.float32)
-    largest = _node(graph, _aten.amax.default, _node(graph, _aten.abs.default, wide), [1], True)
+    wide = add_node(graph, _aten.to.dtype, rows, torch.float32)
+    largest = add_node(graph, _aten.amax.default, add_node(graph, _aten.abs.default, wide), [1], True)
     limit = torch.finfo(DTYPE).max
-    scales = _node(graph, _aten.div.Tensor, _node(graph, _aten.clamp_min.default, largest, 1e-12), limit)
-    scaled = _node(graph, _aten.clamp.default, _node(graph, _aten.div.Tensor, wide, scales), -limit, limit)
-    return _node(graph, _aten.to.dtype, scaled, DTYPE), scales
-
-
-def _node(graph: fx.Graph, target: Any, first: fx.Node, *others: Any) -> fx.Node:
-    """Add a call, and compute its value for fake tensors."""
-    node = graph.call_function(target, (first, *others))
-    with fake_mode(first.meta["val"]):
-        values = fx.map_arg(node.args, lambda each: each.meta["val"])
-        node.meta["val"] = target(*values)
-    return node
+    scales = add_node(graph, _aten.div.Tensor, add_node(graph, _aten.clamp_min.default, largest, 1e-12), limit)
+    scaled = add_node(graph, _aten.clamp.default, add_node(graph, _aten.div.Tensor, wide, scales), -limit, limit)
+    return add_node(graph, _aten.to.dtype, scaled, DTYPE), scales

@@ -316,6 +316,11 @@ scaled_mm = Later("torch.ops:aten._scaled_mm.default", Need.SOME)
 FOR_FLOAT8 = (scaled_mm, Later("torch.fx.experimental.sym_node:SymNode.hint", Need.SOME))
 
 
+# Products of float32 with bfloat16 weights on tensor cores. Without these names the weights are cast to float32.
+mm_with_dtype = Later("torch.ops:aten.mm.dtype")
+tuned_mm = Later("torch._inductor.kernel.mm:tuned_mm")
+
+
 def size_hint(size: torch.SymInt) -> int:
     """Return the example that a symbolic size was traced with."""
     return size.node.hint

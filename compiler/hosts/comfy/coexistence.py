@@ -11,6 +11,7 @@ from torch import nn
 from ...common.words import say
 from ...identity.regions import Region, find_regions, is_torch_compiled
 from . import comfy_compat
+from .synthetic_prompts import ENCODE, is_of_other_sense
 
 CALLBACKS_KEY = "compiled_graphs"
 """Key of our callbacks in a patcher, which another copy of this extension uses as well."""
@@ -103,8 +104,11 @@ def free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[
 def is_reached(region: Region, methods: Iterable[str]) -> bool:
     """Whether methods of a network run a region.
 
-    A VAE's two halves are told apart by name: "decoder", "taesd_encoder", "first_stage.encoder" ...
+    A VAE's two halves are told apart by name: "decoder", "taesd_encoder", "first_stage.encoder" ... So are the parts of
+    a text encoder that look at images.
     """
+    if ENCODE in methods:
+        return not is_of_other_sense(region.path)
     unwanted = {"decode", "encode"} - set(methods)
     return len(unwanted) != 1 or f"{unwanted.pop()}r" not in region.path
 

@@ -90,6 +90,7 @@ PATCHER_OFFERS = {
 }
 """What a ModelPatcher has in some versions, and what is lost without it."""
 VAE_NEEDS = ("first_stage_model", "patcher", "device")
+CLIP_NEEDS = ("cond_stage_model", "patcher", "tokenize", "layer_idx", "clone")
 CONTROL_NET_NEEDS = ("control_model", "copy", "previous_controlnet")
 CONTROL_NET_PATCHER = "control_model_wrapped"
 """ControlNets without one have no network of their own."""
@@ -104,6 +105,10 @@ WRAPPERS = "wrappers"
 STEP = "sigmas"
 STEPS = "sample_sigmas"
 ATTENTION_OVERRIDE = "optimized_attention_override"
+CACHE = "past_key_value"
+"""Argument of a language model's blocks: what it keeps of the tokens before, while it generates text."""
+ATTENTION_MODULE = "comfy.ldm.modules.attention"
+"""Where ComfyUI's attention functions stand, which share one calling convention."""
 OPTION_KEYS = (PATCHES, REPLACEMENTS, BLOCK, WRAPPERS, STEP, STEPS, ATTENTION_OVERRIDE)
 
 NETWORK_WRAPPERS = "diffusion_model"

@@ -239,8 +239,9 @@ def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:
 
 def _wrapper(target: PatchedNetwork, method: str, compiled: CompiledModel) -> NetworkWrapper:
     inner = foreign_forward(target.patcher, target.network, target.prefix + method, method)
-    kind = NetworkWrapper if method == "forward" else VAEWrapper
-    return kind(target.network, method, inner, compiled, _repeat)
+    kind = VAEWrapper if method in ("decode", "encode") else NetworkWrapper
+    repeat = getattr(target.calls[method], "repeat", _repeat)
+    return kind(target.network, method, inner, compiled, repeat)
 
 
 def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:

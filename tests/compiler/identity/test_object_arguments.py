@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from types import ModuleType
@@ -21,7 +22,7 @@ from compiled_graphs.compiler.identity.call_signature import (
     size_places,
 )
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
-from compiled_graphs.compiler.identity.object_arguments import field_names, packed
+from compiled_graphs.compiler.identity.object_arguments import NamedFunction, field_names, packed
 from compiled_graphs.compiler.registry.registry import Registry
 from networks import call, compile_network, install
 from torch import nn
@@ -355,3 +356,33 @@ def test_a_class_of_the_same_name_with_other_code_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, __name__, module)
     with pytest.raises(Unsupported, match="Modulation"):
         call_forward(Block(), found.fill(list(torch.zeros(5, 2, 1, WIDTH))), {})
+
+
+def helper(x):
+    return x + 1
+
+
+class Given(nn.Module):
+    def forward(self, x, function=None):
+        return function(x)
+
+
+def test_a_function_that_can_be_found_by_its_name_is_an_argument_like_a_string():
+    found, tensors = read(bind(Given, (torch.zeros(2),), {"function": helper}, frozenset()))
+    assert found.leaves[1] == NamedFunction(f"{__name__}:helper")
+    assert parse(found.text)[0].leaves == found.leaves
+    asked = []
+    made = call_forward(Given(), found.fill(tensors), {}, lambda name: asked.append(name) or torch.neg)
+    assert (asked, made.tolist()) == ([f"{__name__}:helper"], [0.0, 0.0])
+    with pytest.raises(Unsupported, match="helper"):  # no host says what may take its place
+        call_forward(Given(), found.fill(tensors), {})
+
+
+def test_another_function_of_the_same_name_is_refused(monkeypatch):
+    first, (module, name) = helper, (__name__, "helper")
+    assert describe(first, [])[1] == f"{module}:{name}"
+    monkeypatch.setattr(sys.modules[module], name, lambda x: x)
+    for function in (first, lambda x: x, functools.partial(first)):
+        for look in (lambda: describe(function, []), lambda: signature(function)):  # noqa: B023  used at once
+            with pytest.raises(Unsupported, match=r"function|partial"):
+                look()

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.tracing.attention_op import (
     by_tokens,
+    given_attention,
     opaque_attention,
     opaque_map_attention,
     register_operator,
@@ -155,3 +157,17 @@ def test_options_the_operator_does_not_know_are_traced_through():
 def test_bookkeeping_and_options_that_are_none_stay_opaque():
     extras = {"transformer_options": {"a": 1}, "low_precision": None}
     assert "compiled_graphs.attention.default" in traced_operators(host_attention, **extras)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_given_function_gets_its_options_and_its_shape_is_foreseen(layout):
+    q, k, v = queries(5, layout[0]), queries(7, layout[0]), queries(7, layout[0])
+    mask, call = torch.randn(5, 7), given_attention(f"{host_attention.__module__}:host_attention")
+    ours = call(q, k, v, HEADS, mask, attn_precision=torch.float32, **options(*layout))
+    assert torch.equal(ours, host_attention(q, k, v, HEADS, mask, **options(*layout)))
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in (q, k, v)]
+        predicted = call(*fakes, HEADS, **options(*layout))
+    assert (predicted.shape, predicted.stride(), predicted.dtype) == (ours.shape, ours.stride(), ours.dtype)
+    with pytest.raises(Unsupported, match="with other options"):
+        call(q, k, v, HEADS, transformer_options={})

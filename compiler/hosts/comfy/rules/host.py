@@ -18,15 +18,29 @@ from ....common.weight_source import NetworkWeights
 from ....identity.context_options import TracedOptions, fresh
 from ....identity.fingerprint import is_outside
 from ....identity.source import functions_in
-from ....tracing.attention_op import opaque_attention, opaque_map_attention
+from ....tracing.attention_op import given_attention, opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
 from .. import comfy_compat, deep_cache, local_classes, streamed_weights
-from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, NETWORK_WRAPPERS, OPTIONS, PATCHES, REPLACEMENTS, STEPS, WRAPPERS
+from ..comfy_compat import (
+    ATTENTION_MODULE,
+    ATTENTION_OVERRIDE,
+    BLOCK,
+    CACHE,
+    NETWORK_WRAPPERS,
+    OPTIONS,
+    PATCHES,
+    REPLACEMENTS,
+    STEPS,
+    WRAPPERS,
+)
 from . import attention_patches, gguf_weights, quantized_weights
 from .scaled_fp8 import multiply_weights
 
 FORCE_CAST = "comfy_force_cast_weights"
 """Attribute of a layer whose weight is cast to the dtype of its input. A quantised one is dequantised then."""
+
+FULL_PRECISION = "_full_precision_mm"
+"""Attribute of a quantised layer that multiplies in the dtype of its input."""
 
 # What a block may look up to hand it on. Tracing sees to it that the block does no more with it.
 _BOOKKEEPING = attention_patches.PLACES | {PATCHES, REPLACEMENTS}
@@ -43,7 +57,7 @@ _LAYER_SETTINGS = frozenset(
         "out_features",
         "quant_format",
         "layout_type",
-        "_full_precision_mm",
+        FULL_PRECISION,
     }
 )
 
@@ -54,7 +68,7 @@ class ComfyHost(Host):
     """ComfyUI from mid-2024 on."""
 
     folder = Path(__file__).resolve().parents[1]
-    context_arguments = frozenset({OPTIONS})
+    context_arguments = frozenset({OPTIONS, CACHE})
     weight_hooks = frozenset({"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"})
     volatile_attributes = weight_hooks | {
         FORCE_CAST,
@@ -136,9 +150,10 @@ class ComfyHost(Host):
         return not in_place
 
     def weight_hooks_of(self, attributes: Mapping[str, Any]) -> frozenset[str]:
-        """A quantised layer that is told to cast its weight dequantises it."""
+        """A quantised layer that is told to cast its weight dequantises it. A text encoder's does so in any case."""
         hooks = super().weight_hooks_of(attributes)
-        return hooks | {FORCE_CAST} if FORCE_CAST in attributes and "layout_type" in attributes else hooks
+        obeys = FORCE_CAST in attributes and "layout_type" in attributes and not attributes.get(FULL_PRECISION)
+        return hooks | {FORCE_CAST} if obeys else hooks
 
     def layer_settings(self, module: nn.Module) -> frozenset[str] | None:
         """What layers of `comfy.ops` were built with, by torch's own lists and those of layers that torch lacks."""
@@ -156,8 +171,10 @@ class ComfyHost(Host):
         is_of_unet = type(region).__module__ in _UNET_MODULES
         return is_of_unet and comfy_compat.announces_samplings()
 
-    def placeholder_for(self, name: str, string_constants: frozenset[str], patch_points: str) -> TracedOptions:
+    def placeholder_for(self, name: str, string_constants: frozenset[str], patch_points: str) -> TracedOptions | None:
         """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
+        if name == CACHE:
+            return None
         own = {ATTENTION_OVERRIDE: opaque_attention} if ATTENTION_OVERRIDE in string_constants else {}
         return attention_patches.traced_options(own, patch_points)
 
@@ -175,6 +192,11 @@ class ComfyHost(Host):
         if options is not None:
             options.update({name: fresh(value) for name, value in values.items()})
 
+    def operator_for(self, function: str) -> Callable:
+        """Text encoders hand their blocks one of ComfyUI's attention functions."""
+        is_attention = function.startswith(f"{ATTENTION_MODULE}:")
+        return given_attention(function) if is_attention else super().operator_for(function)
+
     def patch_names(self, context: Mapping[str, Any], patch_points: str) -> frozenset[str]:
         return attention_patches.patch_names(context[OPTIONS], patch_points)
 
@@ -188,6 +210,8 @@ class ComfyHost(Host):
 
     def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """A patch reaches into a region if the region's code can look it up, for the block it is in."""
+        if context.get(CACHE) is not None:
+            return Reason(ReasonCode.EARLIER_TOKENS)
         options = context.get(OPTIONS) or {}
         can_be_operators = attention_patches.can_be_operators(string_constants)
         operators = attention_patches.PATCH_POINTS if can_be_operators else frozenset()

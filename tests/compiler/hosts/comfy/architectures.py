@@ -435,7 +435,8 @@ WITHOUT_POOLED = {"guidance_embed": False, "vec_in_dim": None, "txt_ids_dims": [
 TABLE = (
     Architecture("HiDream O1", "HiDreamO1", HIDREAM_O1, image(3, 8),
                  extra={"text_input_ids": lambda at: torch.arange(at.tokens).unsqueeze(0)},
-                 share=0, reasons=(ReasonCode.ARGUMENT_TYPE,), why=FUNCTIONS, ahead=False),
+                 share=0, reasons=(ReasonCode.EARLIER_TOKENS,), why=f"{FUNCTIONS}, and caches of earlier tokens",
+                 ahead=False),
     Architecture("Ovis-Image", "FluxSchnell", FLUX | WITHOUT_POOLED | {"yak_mlp": True, "txt_norm": True}, image(16),
                  since="ZImage"),
     Architecture("LongCat-Image", "LongCatImage", FLUX | WITHOUT_POOLED, image(16)),
