@@ -249,13 +249,13 @@ def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, A
 
 def _compile(target: PatchedNetwork, request: Request, built: Built) -> None:
     """Provide the graphs: from a file, then ahead of the first call, now or in the background."""
-    built.status.refused = built.compiled.load(request.graphs)
+    built.status.refused = built.compiled.load(request.graphs, left=request.left)
     background = built.compiled.background
     report = ProgressReport(request.node_id, request.on_progress)
     if background is not None:
         report = BackgroundReport(built.status.tell)
     report.begin()
-    job = partial(_compile_ahead, built.compiled, [*request.graphs, *request.listed], target.calls, report)
+    job = partial(_compile_ahead, built.compiled, [*request.graphs, *request.listed, *request.left], target.calls, report)
     if background is None:
         job()
     else:
@@ -371,7 +371,7 @@ def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], 
 
 def _backend_name(request: Request, regions: Iterable[Region]) -> str:
     """Return the backend that a file's graphs for these regions have, or the one that was asked for."""
-    backends = {graph.fingerprint: graph.backend for graph in request.graphs}
+    backends = {graph.fingerprint: graph.backend for graph in [*request.left, *request.graphs]}
     for region in regions if backends else ():
         if found := backends.get(_fingerprint(region)):
             return found
