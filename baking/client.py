@@ -21,7 +21,7 @@ class PromptError(Exception):
 
 
 def run(server: ComfyProcess, prompt: Prompt, on_progress: OnProgress = lambda done, total: None) -> dict[str, Any]:
-    """Run a prompt, and return what its nodes show, by their ids. Raises PromptError, and ComfyError if the server ends.
+    """Run a prompt, and return what its nodes show, by their ids. Raises PromptError, ComfyError if the server ends.
 
     `on_progress` is told how many graphs of a model are done, and how many there are.
     """

@@ -70,5 +70,3 @@ def _data_size(name: str, text: bytes) -> int:
     if not isinstance(size, int) or not 0 <= size < 2**44:
         raise NotAHeader(f"{name} has a header that makes no sense")
     return size
-
-

@@ -74,9 +74,7 @@ class CompiledModel:
         """
         self._supply.prepare(call, on_progress, name)
 
-    def load(
-        self, stored: Iterable[StoredGraph], keep: bool = False, left: Iterable[GraphIdentity] = ()
-    ) -> list[str]:
+    def load(self, stored: Iterable[StoredGraph], keep: bool = False, left: Iterable[GraphIdentity] = ()) -> list[str]:
         """Use graphs from a file for the regions they were made for, without looking at a call.
 
         `keep` keeps those that fit no region as it is now for when the network changes its dtype or device. `left` are

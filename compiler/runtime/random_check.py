@@ -1,4 +1,7 @@
-"""Each graph of a model once on random weights and inputs, compared with the uncompiled block. No checkpoint is needed."""
+"""Each graph of a model once on random weights and inputs, compared with the uncompiled block.
+
+No checkpoint is needed.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,9 @@ def _checked(
         weights = [group[name] for _, (group, name) in tensor_slots(module)]
         inputs = _random_inputs(request, spec, generator)
         theirs = [tensor.clone() for tensor in inputs]
-        expected = call_forward(module, request.signature.fill(theirs), dict.fromkeys(request.signature.context, {}))
+        expected = call_forward(
+            module, request.signature.fill(theirs), {name: {} for name in request.signature.context}
+        )
     except Exception as error:  # code that wants more of its call than its shapes
         log.debug("%s on random weights", spec.region, exc_info=error)
         return CheckResult(skipped=f"the uncompiled block does not run on random weights ({one_line(error)})")
@@ -115,4 +120,3 @@ def _random_inputs(request: GraphRequest, spec: GraphSpec, generator: torch.Gene
 
 def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-

@@ -135,7 +135,7 @@ def read_manifest(source: bytes | BinaryIO) -> list[Entry]:
 
 
 def read_where(source: bytes | BinaryIO) -> str:
-    """Return where a file says that people get it, for people; nothing if it does not say. Raises as `read_manifest`."""
+    """Return where a file says that people get it; nothing if it does not say. Raises as `read_manifest` does."""
     where = _parse(_read_header(_as_file(source)).manifest.encode()).get("where", "")
     return _quoted(where) if isinstance(where, str) else ""
 

@@ -27,6 +27,7 @@ def baked(thing: Any, check: bool = False) -> dict[str, Any]:
         if (result := results.get(entry.graph.key)) and result.wrong:
             process.registry().cache.evict(entry)
     return {
+        "store": process.registry().cache.store.place,
         "network": compiled.network_name(),
         "backend": compiled.backend,
         "kinds": len(kinds),

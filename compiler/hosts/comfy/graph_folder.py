@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import folder_paths
@@ -17,7 +15,7 @@ from ...backends import BACKENDS
 from ...common.errors import printable
 from ...common.files import open_regular, write_whole
 from ...common.words import Words, join, say
-from ...identity.graph_spec import CompiledGraph, GraphIdentity
+from ...identity.graph_spec import CompiledGraph
 from ...storage.graph_file import (
     NOT_MADE_HERE,
     SUFFIX,
@@ -31,7 +29,7 @@ from ...storage.graph_file import (
 )
 from ...storage.private_files import UnusableKey
 from ...storage.trust import Trust, sha256
-from . import comfy_compat
+from .fitting import fits_here
 
 FOLDER = "compiled_graphs"
 NONE = "none"
@@ -171,28 +169,6 @@ def read(name: str, classes: Collection[str], digest: str = "", where: str = "")
     if contents.untrusted is None:
         return Found(contents.graphs, left=wanted)
     return Found(listed=wanted, problem=_foreign(path.name, len(contents.listed), contents.untrusted))
-
-
-def fits_here(identity: GraphIdentity) -> bool:
-    """Whether a graph was made for this machine: its versions, and the GPU or the CPU that ComfyUI uses."""
-    return identity.environment in _environments(identity.backend)
-
-
-@lru_cache
-def _environments(backend: str) -> Sequence[Mapping[str, str]]:
-    import torch
-
-    from ...compile_cache.key import environment
-    from .rules.host import HOST
-
-    if backend not in BACKENDS:
-        return []
-    devices = {comfy_compat.torch_device(), torch.device("cpu")}
-    found = []
-    for device in devices:
-        with suppress(ImportError, RuntimeError):  # a backend without what it needs for this device
-            found.append(environment(BACKENDS[backend], device, HOST))
-    return found
 
 
 def _plain(digest: str) -> str:

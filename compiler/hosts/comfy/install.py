@@ -255,7 +255,9 @@ def _compile(target: PatchedNetwork, request: Request, built: Built) -> None:
     if background is not None:
         report = BackgroundReport(built.status.tell)
     report.begin()
-    job = partial(_compile_ahead, built.compiled, [*request.graphs, *request.listed, *request.left], target.calls, report)
+    job = partial(
+        _compile_ahead, built.compiled, [*request.graphs, *request.listed, *request.left], target.calls, report
+    )
     if background is None:
         job()
     else:

@@ -27,7 +27,7 @@ class Request:
     listed: Sequence[GraphIdentity] = ()
     """From a file whose graphs cannot be loaded: compiled here, at once."""
     left: Sequence[GraphIdentity] = ()
-    """From a file that may run here: its graphs for other machines, which are compiled here if no other graph serves."""
+    """From a file that may run here: its graphs for other machines. Compiled here if no other graph serves."""
     source: str = ""
     """What people call the file."""
     background: bool = False

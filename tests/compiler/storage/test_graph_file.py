@@ -16,8 +16,8 @@ from compiled_graphs.compiler.storage.graph_file import (
     GraphFileError,
     StoredGraph,
     UntrustedFile,
-    read_graphs,
     read_contents,
+    read_graphs,
     read_manifest,
     write_graphs,
 )
