@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nodes"))
 
-from comfy_fixtures import home, make_home, server, start_server, workflow  # noqa: E402, F401
+from comfy_fixtures import home, make_home, server, start_server, workflow  # noqa: F401

@@ -92,7 +92,9 @@ def test_only_what_leads_to_an_end_is_kept():
     assert ancestors(prompt, ["3"]).keys() == {"1", "3"}
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"a": 1}', '{"nodes": 1}', '{"nodes": [{}]}', '{"nodes": [1], "links": [2]}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"a": 1}', '{"nodes": 1}', '{"nodes": [{}]}', '{"nodes": [1], "links": [2]}']
+)
 def test_what_is_no_workflow_is_one_sentence(text):
     with pytest.raises(WorkflowError) as refused:
         to_prompt(json.loads(text), TYPES)
