@@ -28,7 +28,7 @@ from ..common.counters import Counters
 from ..common.errors import one_line, printable
 from ..common.host import Host
 from ..common.jobs import CompileJobs, side_by_side
-from ..common.reason import Reason, ReasonCode, Unsupported
+from ..common.reason import Reason, ReasonCode, ReasonedError, Unsupported
 from ..common.tensor_slots import tensor_slots
 from ..common.timing import Timing
 from ..identity.call_signature import graph_key
@@ -124,6 +124,12 @@ class _Task:
     environment: Mapping[str, str]
     request: GraphRequest
     by: Requester
+
+
+def _check_compiler(task: _Task) -> None:
+    """Raise ReasonedError where graphs can be loaded only."""
+    if reason := task.by.backend.available(task.request.device):
+        raise ReasonedError(ReasonCode.BACKEND, reason)
 
 
 def _compile(task: _Task) -> tuple[GraphSpec, Executable]:
@@ -341,7 +347,10 @@ class GraphCache:
         """Load or compile a graph in this process, on a job's thread."""
         start = time.perf_counter()
         try:
-            return self._load(task) or self._add_compiled(task, start, *_compile(task))
+            if found := self._load(task):
+                return found
+            _check_compiler(task)
+            return self._add_compiled(task, start, *_compile(task))
         finally:
             task.by.counters.add("seconds", time.perf_counter() - start)
 
@@ -350,6 +359,7 @@ class GraphCache:
         region, backend = task.request.region, task.by.backend
         if found := self.run(region, lambda: self._load(task)):
             return found
+        _check_compiler(task)
         start = time.perf_counter()
         try:
             spec, data = self.workers.compile(task.request, backend.name)

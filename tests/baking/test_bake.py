@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -143,16 +147,49 @@ def test_a_network_by_name_needs_no_weights(bake):
     assert NETWORKS[name].dtype in said
 
 
+@pytest.fixture
+def recipe(tmp_path, place):
+    """Return what the page about fleets runs at build and in the image, with this test's folders and this Python."""
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8").partition("## Bake graphs into an image")[2]
+    blocks = re.findall(r"(?:^    .+\n)+", page.partition("\n## ")[0], re.MULTILINE)
+    (tmp_path / "build").mkdir()
+    config = comfy_server.ComfyServer(COMFYUI, place)._folder_arguments() if COMFYUI else ["--cwd", str(place)]
+
+    def localised(line):
+        changes = {"python -m compiled-graphs": f"{sys.executable} -m compiled_graphs", "/opt/image": str(place)}
+        for theirs, ours in {**changes, "/opt/build": str(tmp_path / "build")}.items():
+            line = line.replace(theirs, ours)
+        return f"{line} -- {' '.join(config)}" if " bake " in line else line
+
+    return ["\n".join(["set -e", *map(localised, block.splitlines())]) for block in blocks[:2]]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the page's commands are a shell's")
 @pytest.mark.usefixtures("cpp_compiler")
-def test_inductor_compiles_nothing_after_baking(bake, place, written, workflow, start_server):
+def test_the_recipe_for_an_image_gives_a_first_prompt_that_compiles_nothing(
+    recipe, place, workflow, start_server, tmp_path, monkeypatch
+):
+    """As the page says, with Inductor and a key that stays with the builder; where no compiler starts."""
+    pytest.importorskip("cryptography")
     prompt = workflow()
     prompt["2"]["inputs"]["backend"] = "inductor"
-    status, said = bake(written(backend="inductor"))
-    assert status == 0, said
-    with start_server(place) as server:
-        start = time.perf_counter()
-        server.run(prompt)
-        took = time.perf_counter() - start
-        counts = totals(server)
-        assert (counts["compiles"], counts["from_disk"], counts["retired"]) == (0, 3, 0)
-        print(f"first prompt {took:.1f} s")
+    (tmp_path / "build" / "workflow.json").write_text(json.dumps(prompt))
+    for block in recipe:
+        done = subprocess.run(["bash", "-c", block], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    before = {path.name: path.stat().st_size for path in (place / "graphs").iterdir()}
+    shutil.rmtree(place / "inductor", ignore_errors=True)
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, shutil.which("false"))
+    monkeypatch.setenv("PATH", str(tmp_path / "build"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    seconds = {}
+    for name, asked in (("eager", workflow(compiled=False)), ("baked", prompt)):
+        with start_server(place) as server:
+            start = time.perf_counter()
+            server.run(asked)
+            seconds[name] = time.perf_counter() - start
+            counts = totals(server)
+    print("first prompt: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
+    assert (counts["compiles"], counts["from_disk"], counts["retired"], counts["reasons"]) == (0, 3, 0, {})
+    assert {path.name: path.stat().st_size for path in (place / "graphs").iterdir()} == before
