@@ -336,10 +336,8 @@ class UrlStore(_Store):
     @contextmanager
     def exclusive(self, key: str) -> Iterator[None]:
         """Keep other machines from compiling a graph at the same time. Not reentrant. A graph that is there is free."""
-        if self._exists(f"{key}{SUFFIX}"):
-            yield
-            return
-        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT):
+        graph = f"{key}{SUFFIX}"
+        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT, lambda: self._exists(graph)):
             yield
 
     def _exists(self, name: str) -> bool:

@@ -195,7 +195,7 @@ def _another(name: str, digest: str) -> Words:
 
 def _get_it(where: str) -> Words | str:
     """Return where a workflow says that its file is to be had. Nothing is downloaded."""
-    text = " ".join(printable(where).split())[:MAX_WHERE]
+    text = printable(" ".join(where.split()))[:MAX_WHERE]
     return say("The workflow says where to get it: {where}", where=text) if text else ""
 
 
