@@ -1,4 +1,5 @@
-"""The command line: `python -m compiled_graphs doctor`, `... key`, `... trust`, `... store` and `... backends`.
+"""The command line: `python -m compiled_graphs doctor`, `... bake`, `... bundle`, `... key`, `... trust`, `... store`
+and others.
 
 Where the extension is not installed as a package, run `python -m FOLDER trust add FILE` in `custom_nodes`.
 """
@@ -13,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from .baking import bundle
+from .baking import command as bake_command
 from .compiler.common.errors import printable
 from .compiler.common.files import open_regular
 from .compiler.hosts.comfy.settings import store_limit
@@ -29,8 +32,18 @@ MEGABYTE = 10**6
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Return its exit status."""
-    options = _parser().parse_args(arguments)
+    ours, rest = _split(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(ours)
+    if rest and options.command != "bake":
+        _parser().error("only bake takes options after --")
+    options.comfyui_options = rest
     return options.run(options)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before and after `--`: argparse would give those after it to the first list it knows."""
+    place = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:place], arguments[place + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,6 +59,20 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("base", "user"):
         given = f"what ComfyUI is given as --{name}-directory, if anything"
         doctor.add_argument(f"--{name}-directory", metavar="FOLDER", type=Path, help=given)
+    bake = commands.add_parser(
+        "bake",
+        help="compile graphs of workflows, or of networks by name, before anybody asks for them",
+        description="Starts a ComfyUI of its own. Graphs go to the store as they are made: a second run goes on.",
+    )
+    bake_command.add_arguments(bake)
+    bake.set_defaults(run=lambda options: bake_command.run(options, _say))
+    headers = commands.add_parser("headers", help="write the headers of models, for bake without weights")
+    headers.add_argument("models", metavar="MODELS", type=Path, help="ComfyUI's folder models")
+    headers.add_argument("target", metavar="FOLDER", type=Path, help="where the headers go")
+    headers.set_defaults(run=lambda options: bake_command.write_headers(options, _say))
+    bundled = commands.add_parser("bundle", help="one file with graphs of several models, GPUs and versions")
+    bundle.add_arguments(bundled)
+    bundled.set_defaults(run=lambda options: bundle.run(options, _say))
     _add_key_commands(commands.add_parser("key", help="the key with which this machine signs graphs for others"))
     _add_trust_commands(commands.add_parser("trust", help="whose graphs this machine runs, besides its own"))
     store = commands.add_parser("store", help="list, check and remove the compiled graphs that this machine keeps")
@@ -60,12 +87,16 @@ def _parser() -> argparse.ArgumentParser:
         (_verify, "read every graph and report the bad ones"),
         (_prune, "remove damaged graphs, and the least recently used ones above the limit"),
         (_clear, "remove all graphs"),
+        (_add, "take the graphs of files and bundles that fit this machine"),
     ):
         command = actions.add_parser(action.__name__.strip("_"), help=text, parents=[place])
         command.set_defaults(act=action)
         if action is _prune:
             default = "by default COMPILED_GRAPHS_STORE_LIMIT, or the limit in ComfyUI's settings"
             command.add_argument("--limit", metavar="GB", type=gigabytes, help=default)
+        if action is _add:
+            command.add_argument("files", metavar="FILE", nargs="+", type=Path)
+            command.add_argument("--all", action="store_true", help="take those for other machines, too")
     backends = commands.add_parser("backends", help="list the compilers that can be used here, and why others cannot")
     backends.set_defaults(run=_backends)
     return parser
@@ -287,6 +318,12 @@ def _clear(store: FolderStore | UrlStore, entries: list[StoreEntry], options: ar
     if left := store.entries():
         _say(f"{_amount(left)} left: they are in use, or cannot be removed")
     return 1 if left else 0
+
+
+def _add(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
+    from .compiler.hosts.comfy.fitting import fits_here
+
+    return bundle.add_to_store(store, options.files, (lambda entry: True) if options.all else fits_here, _say)
 
 
 def _fault(store: FolderStore | UrlStore, entry: StoreEntry) -> OSError | GraphFileError | None:

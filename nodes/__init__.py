@@ -4,12 +4,14 @@ Importing this registers the folder of graph files, the routes, and handlers for
 no more.
 """
 
+import os
 from typing import Any
 
 from ..compiler.hosts.comfy import graph_folder
 from ..web_server import doctor_route, metrics_route, queued_prompt, routes, server_start
 from . import onediff, v3_schema
 from .clip_speedup import CLIPSpeedup
+from .bake_end import BakeEnd
 from .compile_model import CompileModel
 from .compile_report import CompileReport
 from .control_net_speedup import ControlNetSpeedup
@@ -22,7 +24,8 @@ _NODES = (CompileModel, VAESpeedup, ControlNetSpeedup, CLIPSpeedup, DeepCache, S
 
 graph_folder.register_folder()
 _IS_FIRST_COPY = routes.register()
-_ALL = (*_NODES, *onediff.unclaimed()) if _IS_FIRST_COPY else ()
+_FOR_BAKING = (BakeEnd,) if os.environ.get("COMPILED_GRAPHS_BAKING") else ()
+_ALL = (*_NODES, *onediff.unclaimed(), *_FOR_BAKING) if _IS_FIRST_COPY else ()
 
 NODE_CLASS_MAPPINGS = {node.ID: node for node in _ALL}
 NODE_DISPLAY_NAME_MAPPINGS = {node.ID: node.TITLE for node in _ALL}

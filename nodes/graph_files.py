@@ -123,6 +123,14 @@ class LoadGraph:
                 "control_net": ("CONTROL_NET", {"tooltip": "The ControlNet to put the graphs into."}),
                 "cuda_graphs": inputs.CUDA_GRAPHS,
                 "clip": ("CLIP", {"tooltip": "The CLIP to put the graphs into."}),
+                "digest": (
+                    "STRING",
+                    {"default": "", "tooltip": "The SHA-256 that the file must have. Empty: any file of this name."},
+                ),
+                "where": (
+                    "STRING",
+                    {"default": "", "tooltip": "Where people get the file. Shown where it is missing; never opened."},
+                ),
             },
             "hidden": inputs.HIDDEN,
         }
@@ -147,22 +155,31 @@ class LoadGraph:
         control_net: Any = None,
         cuda_graphs: bool = True,
         clip: Any = None,
+        digest: str = "",
+        where: str = "",
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
     ) -> dict[str, Any]:
         """Return what is connected with the file's graphs, and the text the node shows."""
-        from ..compiler.hosts.comfy.compile import compile_clip, compile_control_net, compile_model, compile_vae
+        from ..compiler.hosts.comfy.compile import (
+            block_classes,
+            compile_clip,
+            compile_control_net,
+            compile_model,
+            compile_vae,
+        )
         from ..compiler.hosts.comfy.process import warm_up
 
         warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
-        graphs, listed, problem = graph_folder.read(graph)
-        shown = _Lines(problem)
+        found = graph_folder.read(graph, block_classes(model, vae, control_net), digest, where)
+        shown = _Lines(found.problem)
         common = replace(
             events.request(backend, True, unique_id, prompt, extra_pnginfo),
-            graphs=graphs,
-            listed=listed,
-            source=graph_folder.label(graph) if graphs else "",
+            graphs=found.graphs,
+            listed=found.listed,
+            left=found.left,
+            source=graph_folder.label(graph) if found.graphs else "",
             capture=cuda_graphs,
         )
 

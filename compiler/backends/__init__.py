@@ -21,13 +21,16 @@ AUTO = "auto"
 NAMES = [AUTO, *BACKENDS]
 
 
-def choose_backend(name: str, device: torch.device) -> tuple[Backend | None, str]:
+def choose_backend(name: str, device: torch.device, only_loads: bool = False) -> tuple[Backend | None, str]:
     """Return the backend for a name and device, or None with the reason and the remedy in words.
 
+    With `only_loads`, it may lack what compiling needs: then it comes with the reason why it only loads.
     "auto" means Inductor only. An exported graph that runs uncompiled would be slower than the original model.
     """
     chosen = BACKENDS.get("inductor" if name == AUTO else name)
     if chosen is None:
         return None, f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
     reason = chosen.available(device) or missing()
+    if reason and only_loads and chosen.loads(device) is None and missing() is None:
+        return chosen, reason
     return (None, reason) if reason else (chosen, "")

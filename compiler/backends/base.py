@@ -31,6 +31,13 @@ class Backend(Protocol):
         """Return None, or one sentence that says what this device lacks and how to get it."""
         ...
 
+    def loads(self, device: torch.device) -> str | None:
+        """Return None if graphs that were compiled before can run here, or else one sentence that says why not.
+
+        Loading may need less than compiling, such as no compiler.
+        """
+        ...
+
     def environment(self, device: torch.device) -> dict[str, str]:
         """Return everything that the executable's bytes depend on: versions, device, instruction set.
 

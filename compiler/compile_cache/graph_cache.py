@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -28,7 +28,7 @@ from ..common.counters import Counters
 from ..common.errors import one_line, printable
 from ..common.host import Host
 from ..common.jobs import CompileJobs, side_by_side
-from ..common.reason import Reason, ReasonCode, Unsupported
+from ..common.reason import Reason, ReasonCode, ReasonedError, Unsupported
 from ..common.tensor_slots import tensor_slots
 from ..common.timing import Timing
 from ..identity.call_signature import graph_key
@@ -124,6 +124,12 @@ class _Task:
     environment: Mapping[str, str]
     request: GraphRequest
     by: Requester
+
+
+def _check_compiler(task: _Task) -> None:
+    """Raise ReasonedError where graphs can be loaded only."""
+    if reason := task.by.backend.available(task.request.device):
+        raise ReasonedError(ReasonCode.BACKEND, reason)
 
 
 def _compile(task: _Task) -> tuple[GraphSpec, Executable]:
@@ -251,9 +257,15 @@ class GraphCache:
             return self._found(entry, by)
         task = _Task(key, fields, request, by)
         with self._claim(key):
-            if place is CompileIn.PROCESS:
-                return self.run(request.region, lambda: self._load_or_compile(task))
-            return self._load_or_have_compiled(task, place)
+            if found := self._timed(task, lambda: self._load(task)):
+                return found
+            _check_compiler(task)
+            with self.store.exclusive(key) if self.store else nullcontext():
+                # Whoever held the claim before may have made the graph. Loading it needs no claim, and others wait.
+                stored = self.store.get(key) if self.store else None
+                if stored is None:
+                    return self._compile_in(task, place)
+            return self._timed(task, lambda: self._load(task, stored)) or self._compile_in(task, place)
 
     def recent(self) -> list[StoredGraph]:
         """Return the graphs of the store that were used last. A distant store has none: reading it takes long."""
@@ -337,20 +349,23 @@ class GraphCache:
     def _key(request: GraphRequest, fields: Mapping[str, str]) -> str:
         return graph_key(request.fingerprint, request.signature, request.sizes, fields)
 
-    def _load_or_compile(self, task: _Task) -> tuple[CacheEntry, str]:
-        """Load or compile a graph in this process, on a job's thread."""
-        start = time.perf_counter()
-        try:
-            return self._load(task) or self._add_compiled(task, start, *_compile(task))
-        finally:
-            task.by.counters.add("seconds", time.perf_counter() - start)
+    def _timed(self, task: _Task, work: Callable[[], T]) -> T:
+        """Do work in this process, on a job's thread, and count its seconds."""
 
-    def _load_or_have_compiled(self, task: _Task, place: CompileIn) -> tuple[CacheEntry, str]:
-        """Load a graph or let a worker compile it, on any thread. Only work in this process takes turns."""
-        region, backend = task.request.region, task.by.backend
-        if found := self.run(region, lambda: self._load(task)):
-            return found
-        start = time.perf_counter()
+        def timed() -> T:
+            start = time.perf_counter()
+            try:
+                return work()
+            finally:
+                task.by.counters.add("seconds", time.perf_counter() - start)
+
+        return self.run(task.request.region, timed)
+
+    def _compile_in(self, task: _Task, place: CompileIn) -> tuple[CacheEntry, str]:
+        """Compile a graph, in this process or in a worker. Only work in this process takes turns."""
+        region, backend, start = task.request.region, task.by.backend, time.perf_counter()
+        if place is CompileIn.PROCESS:
+            return self._timed(task, lambda: self._add_compiled(task, time.perf_counter(), *_compile(task)))
         try:
             spec, data = self.workers.compile(task.request, backend.name)
             executable = self.run(region, lambda: backend.load(data, spec))
@@ -361,21 +376,21 @@ class GraphCache:
             spec, executable = self.run(region, lambda: _compile(task))
         return self._add_compiled(task, start, spec, executable)
 
-    @contextmanager
-    def _claim(self, key: str) -> Iterator[None]:
-        """Prevent other threads, and other processes with this store, from compiling the same graph meanwhile."""
+    def _claim(self, key: str) -> threading.Lock:
+        """Return what keeps other threads from compiling the same graph meanwhile."""
         with self._lock:
-            claim = self._claims.setdefault(key, threading.Lock())
-        with claim, self.store.exclusive(key) if self.store else nullcontext():
-            yield
+            return self._claims.setdefault(key, threading.Lock())
 
-    def _load(self, task: _Task) -> tuple[CacheEntry, str] | None:
-        """Return a graph that is in memory by now or in the store, or None if it must be compiled."""
+    def _load(self, task: _Task, stored: StoredGraph | None = None) -> tuple[CacheEntry, str] | None:
+        """Return a graph that is in memory by now or in the store, or None if it must be compiled.
+
+        `stored` is what was read from the store, if somebody has read it.
+        """
         if entry := self._find(task.key):
             return self._found(entry, task.by)
         register_operators()
         start = time.perf_counter()
-        if loaded := self._read_stored(task.key, task.by.backend):
+        if loaded := self._loaded(stored or (self.store.get(task.key) if self.store else None), task.by.backend):
             graph, size = loaded
             task.by.counters.add("from_disk")
             return self._keep(graph, "disk", time.perf_counter() - start, size), "disk"
@@ -393,8 +408,8 @@ class GraphCache:
         size = self._put(graph)
         return self._keep(graph, "compiled", seconds, size), "compiled"
 
-    def _read_stored(self, key: str, backend: Backend) -> tuple[CompiledGraph, int] | None:
-        stored = self.store.get(key) if self.store else None
+    @staticmethod
+    def _loaded(stored: StoredGraph | None, backend: Backend) -> tuple[CompiledGraph, int] | None:
         if stored is None or stored.backend != backend.name:
             return None
         try:

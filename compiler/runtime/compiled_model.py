@@ -74,13 +74,14 @@ class CompiledModel:
         """
         self._supply.prepare(call, on_progress, name)
 
-    def load(self, stored: Iterable[StoredGraph], keep: bool = False) -> list[str]:
+    def load(self, stored: Iterable[StoredGraph], keep: bool = False, left: Iterable[GraphIdentity] = ()) -> list[str]:
         """Use graphs from a file for the regions they were made for, without looking at a call.
 
-        `keep` keeps those that fit no region as it is now for when the network changes its dtype or device.
-        Returns a sentence for each reason why graphs that fit a region cannot serve here.
+        `keep` keeps those that fit no region as it is now for when the network changes its dtype or device. `left` are
+        the file's graphs for other machines. Returns a sentence for each reason why graphs that fit a region cannot
+        serve here, if no other graph of the file does.
         """
-        return self._supply.load(stored, keep)
+        return self._supply.load(stored, keep, left)
 
     def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress = no_progress) -> None:
         """Provide graphs like those that a file lists; it need not be trusted. The host may cancel between graphs."""
@@ -156,6 +157,14 @@ class CompiledModel:
         """Return the graphs in use, each once."""
         entries = [entry for kind in self._kinds for entry in entries_of(kind) if not entry.retired]
         return list({entry.graph.key: entry.graph for entry in entries}.values())
+
+    def graphs_by_region(self) -> list[tuple[Region, CacheEntry]]:
+        """Return the graphs in use, each with a region that it is for."""
+        found = []
+        for kind in self._kinds:
+            region = self._kinds.region_of(kind.fingerprint)
+            found += [(region, entry) for entry in entries_of(kind) if region is not None and not entry.retired]
+        return found
 
     def evict(self, keys: Set[str]) -> None:
         """Forget graphs, not while the network runs. Calls that want them ask the cache for them again."""

@@ -88,16 +88,20 @@ class GraphSupply:
         """Kinds, of those that the model has now, that a file gave a graph."""
         return len(self._loaded & set(self._kinds.paths().values()))
 
-    def load(self, stored: Iterable[StoredGraph], keep: bool) -> list[str]:
+    def load(self, stored: Iterable[StoredGraph], keep: bool, left: Iterable[GraphIdentity] = ()) -> list[str]:
         """Use graphs from a file for the kinds they were made for, without looking at a call.
 
-        `keep` keeps those that fit no region as it is now for when the model changes its dtype or device.
-        Returns a sentence for each reason why graphs that fit a region cannot serve here.
+        `keep` keeps those that fit no region as it is now for when the model changes its dtype or device. `left` are
+        graphs that were not read from the file, because they are for other machines.
+        Returns a sentence for each reason why graphs that fit a region cannot serve here, if no other graph of the file
+        does.
         """
-        refused: Counter[str] = Counter()
+        failed: list[tuple[GraphIdentity, str]] = []
         classes = {kind.cls.__name__ for kind in self._kinds}
-        waiting = [graph for graph in stored if not self._use_stored(graph, refused)]
+        waiting = [graph for graph in stored if not self._use_stored(graph, failed)]
         self.pending = [graph for graph in waiting if keep and graph.spec.region in classes]
+        failed += [(graph, self._foreign_to(graph)) for graph in left if self._kinds.of(graph.fingerprint)]
+        refused = Counter(reason for graph, reason in failed if reason and not self._serves(graph))
         return [
             say("{count} graphs of the file were {reason}; compiled here instead", count=count, reason=reason)
             for reason, count in refused.items()
@@ -105,7 +109,7 @@ class GraphSupply:
 
     def use_pending(self) -> None:
         """Use graphs of files that fit what the model has become."""
-        self.pending = [graph for graph in self.pending if not self._use_stored(graph, Counter())]
+        self.pending = [graph for graph in self.pending if not self._use_stored(graph, [])]
 
     def compile_listed(self, listed: Iterable[GraphIdentity], on_progress: OnProgress) -> None:
         """Provide graphs like those of a file that cannot be loaded here. The file need not be trusted.
@@ -267,20 +271,31 @@ class GraphSupply:
         with untouched(model, target.host, getattr(call, "classes", ())):
             return discover_requests(model, self._kinds.regions(), target.device, target.host, call)
 
-    def _use_stored(self, graph: StoredGraph, refused: Counter[str]) -> bool:
+    def _use_stored(self, graph: StoredGraph, failed: list[tuple[GraphIdentity, str]]) -> bool:
         """Use a graph from a file if a region is what it was made for, or note why that region cannot."""
-        kind, target = self._kinds.of(graph.fingerprint), self._kinds.target
+        kind = self._kinds.of(graph.fingerprint)
         if kind is None or kind.closed:
             return False
-        if different := _difference(graph.environment, environment(target.backend, target.device, target.host)):
-            refused[say("made for {different}", different=different)] += 1
+        if foreign := self._foreign_to(graph):
+            failed.append((graph, foreign))
             return False
         try:
             kind.add(graph.signature, self._cache.add_loaded(graph, self._requester))
             self._loaded.add(graph.fingerprint)
         except Exception as error:
-            refused[say("not loaded ({error})", error=one_line(error))] += 1
+            failed.append((graph, say("not loaded ({error})", error=one_line(error))))
         return True
+
+    def _foreign_to(self, graph: GraphIdentity) -> str:
+        """Return what a graph was made for, if that is not this machine."""
+        target = self._kinds.target
+        different = _difference(graph.environment, environment(target.backend, target.device, target.host))
+        return say("made for {different}", different=different) if different else ""
+
+    def _serves(self, graph: GraphIdentity) -> bool:
+        """Whether the kind of region that a graph was made for has a graph for its calls."""
+        kind = self._kinds.of(graph.fingerprint)
+        return kind.serves(graph.signature, [spec.hints for spec in graph.spec.inputs])
 
     def _request_like(self, identity: GraphIdentity) -> GraphRequest | None:
         region = self._kinds.region_of(identity.fingerprint)

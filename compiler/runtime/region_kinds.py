@@ -129,7 +129,7 @@ class RegionKinds:
             return
         self.target = replace(self.target, device=device)
         self._kinds.clear()
-        missing = self.target.backend.available(device)
+        missing = self.target.backend.loads(device)
         self._describe_all(list(self._fingerprints))
         for kind in self._kinds.values():
             kind.closed = kind.closed or (Reason(ReasonCode.BACKEND, missing) if missing else None)

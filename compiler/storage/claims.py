@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -44,14 +44,15 @@ class Place(Protocol):
 
 
 @contextmanager
-def claimed(place: Place, limit: float) -> Iterator[bool]:
+def claimed(place: Place, limit: float, is_made: Callable[[], bool] = lambda: False) -> Iterator[bool]:
     """Hold a claim inside the block, and say whether it is held.
 
-    Another machine's claim is waited for. After `limit` seconds, or if the store fails, the block runs without one.
+    Another machine's claim is waited for, until it has made what was claimed. After `limit` seconds, or if the store
+    fails, the block runs without one.
     """
     name = secrets.token_hex(16).encode()
     try:
-        is_ours = _take(place, name, limit)
+        is_ours = _take(place, name, limit, is_made)
     except OSError as error:
         log.debug("No claim (%r): two machines may compile the same graph.", error)
         is_ours = False
@@ -70,11 +71,13 @@ def claimed(place: Place, limit: float) -> Iterator[bool]:
             place.delete()
 
 
-def _take(place: Place, name: bytes, limit: float) -> bool:
-    """Wait until nobody else has a claim, and take it. Return False if that takes too long."""
+def _take(place: Place, name: bytes, limit: float, is_made: Callable[[], bool]) -> bool:
+    """Wait until nobody else has a claim, and take it. Return False if it is not needed, or that takes too long."""
     deadline = time.monotonic() + limit
     seen, since = None, time.monotonic()
     while time.monotonic() < deadline:
+        if is_made():  # all that wait would take the claim one after another, for nothing
+            return False
         held = place.read()
         if held != seen:
             seen, since = held, time.monotonic()

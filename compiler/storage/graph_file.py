@@ -41,6 +41,7 @@ MAX_EXECUTABLE = 2**30
 """Bytes of one graph, uncompressed. SDXL's graphs have 6 MB on average."""
 MAX_QUOTED = 200
 """Characters of a foreign file that a message may quote."""
+NOT_MADE_HERE = "the file was not made on this machine, and its owner has not trusted it"
 
 
 class GraphFileError(Exception):
@@ -49,6 +50,11 @@ class GraphFileError(Exception):
 
 class UntrustedFile(GraphFileError):
     """The file is sound, but this machine did not sign it and its owner does not trust it."""
+
+    def __init__(self, reason: str, signer: str = "") -> None:
+        """`signer` is the fingerprint of whoever signed the file, if trusting them would let it run."""
+        super().__init__(reason)
+        self.signer = signer
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,22 @@ class Entry(GraphIdentity):
     """Bytes of the executable."""
 
 
-def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
+@dataclass(frozen=True)
+class Contents:
+    """What a file has for those who ask."""
+
+    graphs: Sequence[StoredGraph]
+    """The graphs that are wanted and may run here."""
+    listed: Sequence[Entry]
+    """What cannot be used: all of a file that is not trusted, otherwise the graphs that are not wanted."""
+    untrusted: UntrustedFile | None = None
+    """Why nothing of the file may run here."""
+
+
+def write_graphs(graphs: Sequence[StoredGraph], trust: Trust, where: str = "") -> bytes:
     """Return the bytes of a file with these graphs, each key once, signed by this machine.
 
+    `where` says in words where people get the file; it is signed, too.
     Raises UnusableKey without a key, and GraphFileError if the file would be too large to be read again.
     """
     unique = list({graph.key: graph for graph in graphs}.values())
@@ -94,7 +113,8 @@ def write_graphs(graphs: Sequence[StoredGraph], trust: Trust) -> bytes:
         }
         for graph, blob in zip(unique, blobs, strict=True)
     ]
-    manifest = json.dumps({"format": FORMAT, "graphs": entries}, sort_keys=True)
+    said = {"where": where} if where else {}
+    manifest = json.dumps({"format": FORMAT, "graphs": entries, **said}, sort_keys=True)
     tensors = {graph.key: numpy.frombuffer(blob, dtype=numpy.uint8) for graph, blob in zip(unique, blobs, strict=True)}
     metadata = {"compiled_graphs": manifest, "signature": trust.sign(manifest.encode())}
     if made := trust.countersign(manifest.encode()):
@@ -114,6 +134,12 @@ def read_manifest(source: bytes | BinaryIO) -> list[Entry]:
     return _entries(_read_header(_as_file(source)).manifest)
 
 
+def read_where(source: bytes | BinaryIO) -> str:
+    """Return where a file says that people get it; nothing if it does not say. Raises as `read_manifest` does."""
+    where = _parse(_read_header(_as_file(source)).manifest.encode()).get("where", "")
+    return _quoted(where) if isinstance(where, str) else ""
+
+
 def read_signature(source: bytes | BinaryIO) -> Signature | None:
     """Return who a file says has signed it, if it is so; None for a file without a public signature.
 
@@ -125,8 +151,12 @@ def read_signature(source: bytes | BinaryIO) -> Signature | None:
     return header.maker
 
 
-def read_graphs(source: bytes | BinaryIO, trust: Trust) -> list[StoredGraph]:
+def read_graphs(
+    source: bytes | BinaryIO, trust: Trust, is_wanted: Callable[[Entry], bool] = lambda entry: True
+) -> list[StoredGraph]:
     """Return the graphs of a file that this machine signed or its owner trusts. `source` is as in `read_manifest`.
+
+    Only the graphs that are wanted are read: a bundle has graphs for other models and other machines, too.
 
     Raises UntrustedFile for any other file, before any blob is read. Raises GraphFileError on damage, and OSError if
     the file cannot be read.
@@ -134,18 +164,25 @@ def read_graphs(source: bytes | BinaryIO, trust: Trust) -> list[StoredGraph]:
     file = _as_file(source)
     header = _read_header(file)
     if problem := _distrust(trust, header, file):
-        raise UntrustedFile(problem)
-    entries = _entries(header.manifest)
+        raise problem
+    entries = [entry for entry in _entries(header.manifest) if is_wanted(entry)]
     blobs = [_read_blob(file, header, entry) for entry in entries]
     return _map_in_threads(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
 
 
-def read_or_list(source: bytes | BinaryIO, trust: Trust) -> tuple[list[StoredGraph], list[Entry]]:
-    """Return the graphs of a file, or their manifest entries if it is not trusted. Raises as `read_manifest` does."""
+def read_contents(
+    source: bytes | BinaryIO, trust: Trust, is_wanted: Callable[[Entry], bool] = lambda entry: True
+) -> Contents:
+    """Return what a file has, whoever wrote it. Raises GraphFileError on damage, and OSError if it cannot be read."""
+    file = _as_file(source)
     try:
-        return read_graphs(source, trust), []
-    except UntrustedFile:
-        return [], read_manifest(source)
+        graphs, untrusted = read_graphs(file, trust, is_wanted), None
+    except UntrustedFile as reason:
+        graphs, untrusted = [], reason
+    entries = read_manifest(file)
+    if untrusted is not None:
+        return Contents([], entries, untrusted)
+    return Contents(graphs, [entry for entry in entries if not is_wanted(entry)])
 
 
 def _map_in_threads(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
@@ -199,16 +236,17 @@ def _read_header(file: BinaryIO) -> _Header:
     return _Header(manifest, signature, public if public.key else None, fields, 8 + length, total - 8 - length)
 
 
-def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> str | None:
+def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> UntrustedFile | None:
     """Return why this machine must not run a file's graphs, or None if it may."""
-    problem = "the file was not made on this machine, and its owner has not trusted it"
+    problem: UntrustedFile | None = UntrustedFile(NOT_MADE_HERE)
     try:
         if trust.signed(header.manifest.encode(), header.signature):
             return None
     except UnusableKey as error:
-        problem = str(error)
+        problem = UntrustedFile(str(error))
     if header.maker:
-        problem = trust.distrust_of(header.manifest.encode(), header.maker)
+        distrust = trust.distrust_of(header.manifest.encode(), header.maker)
+        problem = distrust and UntrustedFile(distrust.reason, distrust.signer)
     return None if problem is None or trust.trusts(file) else problem
 
 

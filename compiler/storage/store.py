@@ -24,6 +24,7 @@ from .base import StoreEntry
 from .claims import claimed
 from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
 from .private_files import UnusableKey
+from .signers import Signature
 from .trust import Trust
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ class _Store(ABC):
         """Keep a short UTF-8 text that is costly to find out again. Notes do not count towards the limit."""
         with suppress(OSError, GraphFileError):
             fields = {"note": data.decode(), "signature": self._trust.sign(_signed(name, data))}
+            if made := self._trust.countersign(_signed(name, data)):
+                fields |= {"signer": made.key, "signature_of_signer": made.value}
             self._write(_checked(f"{name}{NOTE_SUFFIX}", _NOTE_NAME), json.dumps(fields).encode())
 
     def _read_note(self, name: str, file: BinaryIO) -> bytes:
@@ -144,10 +147,14 @@ class _Store(ABC):
             fields = bounded_json.parse(data)
             note, signature = fields["note"].encode(), fields["signature"]
             is_ours = self._trust.signed(_signed(name, note), signature)
+            maker = Signature(str(fields.get("signer", "")), str(fields.get("signature_of_signer", "")))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise GraphFileError("it is not a note") from None
-        if not is_ours:
-            raise GraphFileError("it was not made on this machine")
+        if is_ours:
+            return note
+        distrust = self._trust.distrust_of(_signed(name, note), maker) if maker.key else None
+        if distrust or not maker.key:
+            raise GraphFileError(distrust.reason if distrust else "it was not made on this machine")
         return note
 
     def exclusive(self, key: str) -> AbstractContextManager[None]:
@@ -329,10 +336,8 @@ class UrlStore(_Store):
     @contextmanager
     def exclusive(self, key: str) -> Iterator[None]:
         """Keep other machines from compiling a graph at the same time. Not reentrant. A graph that is there is free."""
-        if self._exists(f"{key}{SUFFIX}"):
-            yield
-            return
-        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT):
+        graph = f"{key}{SUFFIX}"
+        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT, lambda: self._exists(graph)):
             yield
 
     def _exists(self, name: str) -> bool:

@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +38,15 @@ def default_folder() -> Path:
     else:
         base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "compiled_graphs"
+
+
+@dataclass(frozen=True)
+class Distrust:
+    """Why a manifest may not run here."""
+
+    reason: str
+    signer: str = ""
+    """The fingerprint of whoever signed it, if the owner's trust is all that is missing."""
 
 
 class Trust:
@@ -80,24 +90,25 @@ class Trust:
             log.warning("What is saved is signed for this machine only: %s.", error)
             return None
 
-    def distrust_of(self, text: bytes, signature: Signature) -> str | None:
+    def distrust_of(self, text: bytes, signature: Signature) -> Distrust | None:
         """Return why a manifest that somebody else signed may not run here, or None if it may."""
         try:
             fingerprint = signature.fingerprint
-            if not any(signer.fingerprint == fingerprint for signer in self.signers.read()):
-                return f"it is signed by {fingerprint}, and the owner of this machine has not trusted this signer"
             if not signature.is_valid(text):
-                return f"it names {fingerprint} as its signer, and the signature is not valid"
+                return Distrust(f"it names {fingerprint} as its signer, and the signature is not valid")
+            if not any(signer.fingerprint == fingerprint for signer in self.signers.read()):
+                reason = f"it is signed by {fingerprint}, and the owner of this machine has not trusted this signer"
+                return Distrust(reason, fingerprint)
         except ValueError:
-            return "it names a signer in a form that is none"
+            return Distrust("it names a signer in a form that is none")
         except OSError as error:
-            return str(error)
+            return Distrust(str(error))
         return None
 
     def trusts(self, file: BinaryIO) -> bool:
         """Whether the owner trusted exactly this file. Raises OSError if it cannot be read."""
         digests = self.trusted_digests()
-        return bool(digests) and _digest(file) in digests
+        return bool(digests) and sha256(file) in digests
 
     def trusted_digests(self) -> set[str]:
         """Return the SHA-256 digests of trusted files. The set is empty if others can write to the list."""
@@ -114,7 +125,7 @@ class Trust:
 
         Raises OSError if the file cannot be read, or the list cannot be used or written.
         """
-        digest = _digest(file)
+        digest = sha256(file)
         make_private_folder(self.folder)
         try:
             text = self._read_list()
@@ -171,7 +182,8 @@ class Trust:
         return key
 
 
-def _digest(file: BinaryIO) -> str:
+def sha256(file: BinaryIO) -> str:
+    """Return the digest of an open file, in hexadecimal digits. Raises OSError if it cannot be read."""
     file.seek(0)
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from comfy_fixtures import choices_of
 from comfy_server import PromptFailed
+from compiled_graphs.__main__ import main
+from compiled_graphs.compiler.storage.graph_file import read_graphs, write_graphs
+from compiled_graphs.compiler.storage.trust import Trust
 
 
 def totals(server):
@@ -114,6 +119,70 @@ def test_a_foreign_file_lists_what_is_compiled(server, loading, graph_files, sav
     ), text
     assert totals(server)["from_file"] == 0
     assert abs(pixels(server, loaded)[0] - pixels(server, outputs)[0]).max() <= 1
+
+
+def test_a_file_of_a_signer_names_him_and_the_command_that_trusts_him(
+    server, home, loading, graph_files, saving, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("cryptography")
+    name = saved_name(server.run(saving(seed=41))["9"]["text"][0])
+    theirs = Trust(tmp_path / "theirs")
+    fingerprint = theirs.maker.make()
+    graphs = read_graphs((graph_files / name).read_bytes(), Trust(home / "trust"))
+    (graph_files / "signed.graph.safetensors").write_bytes(write_graphs(graphs, theirs))
+    text = server.run(loading("signed", seed=41))["2"]["text"][0]
+    assert text.startswith(
+        f"signed.graph.safetensors is signed by {fingerprint}, whom the owner of this machine has not"
+    )
+    (command,) = re.findall(r"python -m \S+ (trust add SHA256:\S+)", text)
+    monkeypatch.setenv("COMPILED_GRAPHS_TRUST", str(home / "trust"))
+    assert main([*command.split(), "--yes"]) == 0
+    try:
+        text = server.run(loading("signed.graph.safetensors", seed=42))["2"]["text"][0]
+        assert text.startswith("Ready: 3 of 3 block types loaded from signed (")
+    finally:
+        main(["trust", "remove", fingerprint])
+
+
+def with_environment(graph, number, **fields):
+    return replace(graph, key=f"{number:02}" * 32, environment={**graph.environment, **fields})
+
+
+def test_a_bundle_gives_what_fits_and_says_what_does_not(fresh, home, tmp_path, loading, graph_files, saving):
+    name = saved_name(fresh.run(saving(seed=43))["9"]["text"][0])
+    trust = Trust(tmp_path / "trust")
+    graphs = read_graphs((graph_files / name).read_bytes(), trust)
+    others = [with_environment(graph, number, torch="1.0") for number, graph in enumerate(graphs)]
+    (graph_files / "whole.graph.safetensors").write_bytes(write_graphs([*others, *graphs], trust))
+    text = fresh.run(loading("whole", seed=44))["2"]["text"][0]
+    assert text.startswith("Ready: 3 of 3 block types loaded from whole (")
+    assert "1.0" not in text, "what others need is nothing that is missing here"
+    unet = [graph for graph in graphs if graph.spec.region != "Decoder"]
+    part = [graph for graph in graphs if graph is not unet[0]]
+    (graph_files / "part.graph.safetensors").write_bytes(write_graphs([*others, *part], trust))
+    lines = fresh.run(loading("part", seed=45))["2"]["text"][0].splitlines()
+    assert lines[0].startswith("Ready: 2 of 3 block types loaded from part")
+    assert any(line.startswith("1 graphs of the file were made for torch 1.0, and this is ") for line in lines)
+
+
+def test_a_workflow_names_the_file_it_means_and_where_it_is_had(server, loading, graph_files, saving):
+    name = saved_name(server.run(saving(seed=46))["9"]["text"][0])
+    digest = hashlib.sha256((graph_files / name).read_bytes()).hexdigest()
+
+    def said(file, **named):
+        prompt = loading(file, seed=47)
+        prompt["2"]["inputs"] |= named
+        return server.run(prompt)["2"]["text"][0]
+
+    where = {"where": "https://example.org/graphs\nor ask"}
+    assert said(name, digest=f"SHA256:{digest.upper()}", **where).startswith("Ready: 3 of 3 block types loaded from ")
+    another = said(name, digest="0" * 64, **where).splitlines()[0]
+    assert another.startswith(f"{name} is not the file that the workflow names")
+    assert digest in another
+    assert another.endswith("The workflow says where to get it: https://example.org/graphs or ask")
+    missing = said("absent", digest=digest, **where).splitlines()[0]
+    assert missing.startswith("There is no file absent in models/compiled_graphs yet")
+    assert missing.endswith("https://example.org/graphs or ask")
 
 
 def test_save_with_nothing_connected_writes_nothing(server, graph_files):

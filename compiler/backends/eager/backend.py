@@ -43,6 +43,9 @@ class EagerBackend:
     def available(self, device: torch.device) -> str | None:
         return None
 
+    def loads(self, device: torch.device) -> str | None:
+        return None
+
     def environment(self, device: torch.device) -> dict[str, str]:
         return {"backend": self.name, "torch": torch.__version__, "device": device.type}
 

@@ -72,13 +72,18 @@ class InductorBackend:
     grows = False
 
     def available(self, device: torch.device) -> str | None:
+        if reason := self.loads(device):
+            return reason
+        return _missing_for_cpu() if device.type == "cpu" else _unwritable_cache()
+
+    def loads(self, device: torch.device) -> str | None:
         if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:
             wanted = ".".join(map(str, OLDEST_TORCH))
             return f"Inductor graphs need torch {wanted} or newer; this is {torch.__version__}: update torch."
         if device.type == "cuda":
             return missing(*FOR_GPUS) or _missing_for_cuda(device)
         if device.type == "cpu":
-            return missing(*FOR_CPUS) or _missing_for_cpu()
+            return missing(*FOR_CPUS)
         return f"Inductor graphs run on cuda and cpu devices, not on {device.type}."
 
     def environment(self, device: torch.device) -> dict[str, str]:
@@ -118,7 +123,7 @@ def _missing_for_cuda(device: torch.device) -> str | None:
         return f"Compiling for {torch.cuda.get_device_name(device)} needs Triton: pip install {package}."
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
         return f"{torch.cuda.get_device_name(device)} is older than what Triton supports (compute capability 7.0)."
-    return _unwritable_cache()
+    return None
 
 
 def _has_triton() -> bool:

@@ -59,6 +59,9 @@ class Float8Backend(InductorBackend):
             return "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
         return missing(*FOR_FLOAT8) or super().available(device)
 
+    def loads(self, device: torch.device) -> str | None:
+        return self.available(device)
+
     def compile(self, exported: ExportedRegion) -> Float8Executable:
         count = quantize_linears(exported.program.graph_module)
         return Float8Executable(super().compile(exported), count > 0)

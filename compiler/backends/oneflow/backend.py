@@ -137,6 +137,9 @@ class OneFlowBackend:
             return None
         return " ".join(filter(None, [reason, onediff_text()]))
 
+    def loads(self, device: torch.device) -> str | None:
+        return self.available(device)
+
     def environment(self, device: torch.device) -> dict[str, str]:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
         named = f"{device.type} {capability}".strip()

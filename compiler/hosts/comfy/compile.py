@@ -52,7 +52,7 @@ def compile_vae(vae: Any, request: Request = ANYTHING, encode: bool | None = Fal
         return vae, reason
     network = vae.first_stage_model
     if encode is None:
-        encode = lists_encoder(network, [*request.graphs, *request.listed])
+        encode = lists_encoder(network, [*request.graphs, *request.listed, *request.left])
     clone = copy.copy(vae)
     clone.patcher = clone_without_ours(vae.patcher)
     methods = ("decode", "encode") if encode else ("decode",)
@@ -115,6 +115,12 @@ def patcher_of(thing: Any) -> Any:
     if hasattr(thing, "get_control"):
         return getattr(thing, comfy_compat.CONTROL_NET_PATCHER, None)
     return getattr(thing, "patcher", thing)
+
+
+def block_classes(*things: Any) -> set[str]:
+    """Return the names of all classes of layers and blocks in the networks of MODELs, VAEs and CONTROL_NETs."""
+    networks = [getattr(patcher_of(thing), "model", None) for thing in things if thing is not None]
+    return {type(part).__name__ for network in networks if network is not None for part in network.modules()}
 
 
 def compiled_model(thing: Any) -> CompiledModel | None:

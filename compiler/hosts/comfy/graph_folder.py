@@ -5,23 +5,41 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import folder_paths
 
 from ...backends import BACKENDS
+from ...common.errors import printable
 from ...common.files import open_regular, write_whole
-from ...common.words import Words, say
+from ...common.words import Words, join, say
 from ...identity.graph_spec import CompiledGraph
-from ...storage.graph_file import SUFFIX, Entry, GraphFileError, StoredGraph, read_graphs, read_or_list, write_graphs
+from ...storage.graph_file import (
+    NOT_MADE_HERE,
+    SUFFIX,
+    Entry,
+    GraphFileError,
+    StoredGraph,
+    UntrustedFile,
+    read_contents,
+    read_graphs,
+    write_graphs,
+)
 from ...storage.private_files import UnusableKey
-from ...storage.trust import Trust
+from ...storage.trust import Trust, sha256
+from .fitting import fits_here
 
 FOLDER = "compiled_graphs"
 NONE = "none"
 """What is chosen where there is no file."""
 NEWEST = " (newest)"
 """Stands behind a prefix for its file of the highest number."""
+MAX_WHERE = 300
+"""Characters of a workflow's words that a node repeats."""
+_PACKAGE = Path(__file__).absolute().parents[3].name
+"""What the commands of this extension are called by."""
 _WRITING = threading.Lock()
 _NUMBERED = re.compile(r"(.*)_(\d+)_")
 
@@ -119,17 +137,42 @@ def _newest(prefix: str, listed: list[str]) -> str:
     return max(found, key=lambda match: int(match[2]))[0] if found else ""
 
 
-def read(name: str) -> tuple[list[StoredGraph], list[Entry], str]:
-    """Return the graphs of a file, or a list of what they were, and one sentence with the reason."""
+@dataclass(frozen=True)
+class Found:
+    """What Load Graph has of a file."""
+
+    graphs: Sequence[StoredGraph] = ()
+    listed: Sequence[Entry] = ()
+    """Of a file that may not run here."""
+    left: Sequence[Entry] = ()
+    """Of a file that may: graphs for other machines."""
+    problem: str = ""
+    """One sentence: why the file, or a part of it, cannot be used."""
+
+
+def read(name: str, classes: Collection[str], digest: str = "", where: str = "") -> Found:
+    """Return what a file has for networks with these classes of blocks.
+
+    `digest` is the SHA-256 that the file must have, if a workflow names one, and `where` says where people get it.
+    """
     path = find(name)
     if path is None:
-        return [], [], _absent(name)
+        return Found(problem=join([_absent(name), _get_it(where)], " "))
     try:
         with open_regular(path) as file:
-            graphs, listed = read_or_list(file, Trust())
+            if digest and (other := sha256(file)) != _plain(digest):
+                return Found(problem=join([_another(path.name, other), _get_it(where)], " "))
+            contents = read_contents(file, Trust(), lambda entry: entry.spec.region in classes and fits_here(entry))
     except (OSError, GraphFileError) as error:
-        return [], [], say("{name} cannot be used; compiled instead: {error}.", name=path.name, error=error)
-    return graphs, listed, _foreign(path.name, len(listed)) if listed else ""
+        return Found(problem=say("{name} cannot be used; compiled instead: {error}.", name=path.name, error=error))
+    wanted = [entry for entry in contents.listed if entry.spec.region in classes]
+    if contents.untrusted is None:
+        return Found(contents.graphs, left=wanted)
+    return Found(listed=wanted, problem=_foreign(path.name, len(contents.listed), contents.untrusted))
+
+
+def _plain(digest: str) -> str:
+    return digest.strip().lower().removeprefix("sha256:")
 
 
 def _absent(name: str) -> Words:
@@ -142,7 +185,37 @@ def _absent(name: str) -> Words:
     )
 
 
-def _foreign(name: str, count: int) -> Words:
+def _another(name: str, digest: str) -> Words:
+    return say(
+        "{name} is not the file that the workflow names, so the model is compiled: its SHA-256 is {digest}.",
+        name=name,
+        digest=digest,
+    )
+
+
+def _get_it(where: str) -> Words | str:
+    """Return where a workflow says that its file is to be had. Nothing is downloaded."""
+    text = printable(" ".join(where.split()))[:MAX_WHERE]
+    return say("The workflow says where to get it: {where}", where=text) if text else ""
+
+
+def _foreign(name: str, count: int, reason: UntrustedFile) -> Words:
+    if reason.signer:
+        return say(
+            "{name} is signed by {signer}, whom the owner of this machine has not trusted, so its {count} graphs are "
+            "compiled here instead. To trust the signer, the owner runs: python -m {package} trust add {signer}",
+            name=name,
+            signer=reason.signer,
+            count=count,
+            package=_PACKAGE,
+        )
+    if str(reason) != NOT_MADE_HERE:
+        return say(
+            "{name} may not run here ({reason}), so its {count} graphs are compiled here instead.",
+            name=name,
+            reason=reason,
+            count=count,
+        )
     return say(
         "{name} was not made on this machine, so its {count} graphs are compiled here instead.", name=name, count=count
     )

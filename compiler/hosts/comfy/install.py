@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,8 @@ class Chosen:
     backend: Backend
     left: Sequence[Words]
     """What a person is told of what is left alone."""
+    only_loads: str = ""
+    """Why graphs can be loaded here and not compiled, if that is so."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,15 @@ def install(target: PatchedNetwork, request: Request) -> str:
     chosen = _choose(target, request)
     if isinstance(chosen, Refused):
         return say("Not compiled: {reason}", reason=chosen.reason)
+    if chosen.only_loads:
+        request = replace(request, background=False)  # there is nothing to do beside the model
     branches = _branches(target, request, chosen)
     # What compiles in the background sees the branches of the calls that ask for it.
     with branches.ahead(target.patcher) if branches and not request.background else nullcontext():
         built = _build(target, request, chosen)
         _compile(target, request, built)
+        if chosen.only_loads and not built.compiled.graphs():
+            return say("Not compiled: {reason}", reason=chosen.only_loads)
         _attach(target, request, chosen, built)
     if branches is not None:
         _attach_branches(target, built, branches)
@@ -181,7 +187,7 @@ def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
     set_aside = set_torch_compile_aside(target.patcher)
     regions, taken = free_regions(target.patcher, target.network, target.prefix, target.calls)
     left = left_lines(taken, target.network, set_aside)
-    backend, reason = choose_backend(_backend_name(request, regions), target.device)
+    backend, reason = choose_backend(_backend_name(request, regions), target.device, only_loads=True)
     if backend is None:
         return Refused(reason)
     if not regions:
@@ -189,10 +195,10 @@ def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
         return Refused(join([none, *left]))
     if backend.rounds and _is_quantized(regions):
         left.append(say("Compiled without {name}: the model's weights are quantised already.", name=backend.name))
-        backend, _ = choose_backend(AUTO, target.device)
+        backend, reason = choose_backend(AUTO, target.device, only_loads=True)
     if request.low_rank and not comfy_compat.wraps_samplings(target.patcher):
         left.append(no_branches())
-    return Chosen(regions, backend, left)
+    return Chosen(regions, backend, left, reason)
 
 
 def _branches(target: PatchedNetwork, request: Request, chosen: Chosen) -> LowRankBranches | None:
@@ -250,13 +256,15 @@ def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, A
 
 def _compile(target: PatchedNetwork, request: Request, built: Built) -> None:
     """Provide the graphs: from a file, then ahead of the first call, now or in the background."""
-    built.status.refused = built.compiled.load(request.graphs)
+    built.status.refused = built.compiled.load(request.graphs, left=request.left)
     background = built.compiled.background
     report = ProgressReport(request.node_id, request.on_progress)
     if background is not None:
         report = BackgroundReport(built.status.tell)
     report.begin()
-    job = partial(_compile_ahead, built.compiled, [*request.graphs, *request.listed], target.calls, report)
+    job = partial(
+        _compile_ahead, built.compiled, [*request.graphs, *request.listed, *request.left], target.calls, report
+    )
     if background is None:
         job()
     else:
@@ -372,7 +380,7 @@ def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], 
 
 def _backend_name(request: Request, regions: Iterable[Region]) -> str:
     """Return the backend that a file's graphs for these regions have, or the one that was asked for."""
-    backends = {graph.fingerprint: graph.backend for graph in request.graphs}
+    backends = {graph.fingerprint: graph.backend for graph in [*request.left, *request.graphs]}
     for region in regions if backends else ():
         if found := backends.get(_fingerprint(region)):
             return found

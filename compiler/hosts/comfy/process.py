@@ -81,11 +81,11 @@ def warm_up_as_before() -> None:
 def _warm_up(name: str) -> Backend | None:
     """Return the backend with this name once it is warm; None if there is none here."""
     device = comfy_compat.torch_device()
-    chosen, _ = choose_backend(name, device)
+    chosen, only_loads = choose_backend(name, device, only_loads=True)
     if chosen is None:
         return None
     workers, store = registry().cache.workers, registry().cache.store
-    if workers is not None and workers.count > 1 and store is not None and not store.keys():
+    if workers is not None and workers.count > 1 and store is not None and not only_loads and not store.keys():
         workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
     register_operators()
     chosen.warm_up()

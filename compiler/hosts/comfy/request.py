@@ -26,6 +26,8 @@ class Request:
     """From a file. They serve the regions they were made for; only what they leave is looked for elsewhere."""
     listed: Sequence[GraphIdentity] = ()
     """From a file whose graphs cannot be loaded: compiled here, at once."""
+    left: Sequence[GraphIdentity] = ()
+    """From a file that may run here: its graphs for other machines. Compiled here if no other graph serves."""
     source: str = ""
     """What people call the file."""
     background: bool = False

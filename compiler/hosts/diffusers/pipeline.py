@@ -34,7 +34,7 @@ from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
 from ...runtime.region_kinds import Target
 from ...runtime.sampling import Scheduled
 from ...runtime.summary import Progress, Summary, log_progress
-from ...storage.graph_file import SUFFIX, GraphFileError, StoredGraph, read_or_list, write_graphs
+from ...storage.graph_file import SUFFIX, GraphFileError, StoredGraph, read_contents, write_graphs
 from ...storage.store import open_store
 from ...storage.trust import Trust
 from ...tracing.shape_discovery import ModelCall
@@ -393,15 +393,15 @@ def _read(folder: Path) -> tuple[list[StoredGraph], list[GraphIdentity], str]:
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             with open_regular(path) as file:
-                graphs, found = read_or_list(file, Trust())
+                contents = read_contents(file, Trust())
         except (GraphFileError, OSError) as error:
             log.warning("%s cannot be used; compiled instead: %s.", path, error)
             continue
-        if found:
-            text = "%s was not made on this machine, so its %d graphs are compiled here instead."
-            log.warning(text, path, len(found))
-        stored += graphs
-        listed += found
+        if contents.untrusted:
+            text = "%s may not run here (%s), so its %d graphs are compiled instead."
+            log.warning(text, path, contents.untrusted, len(contents.listed))
+        stored += contents.graphs
+        listed += contents.listed
     if not stored and not listed:
         raise GraphFileError(f"{folder} holds no graph file that can be used; save_pipe writes them")
     return stored, listed, [*stored, *listed][0].backend

@@ -63,6 +63,24 @@ def test_of_many_that_come_at_once_one_compiles():
     assert place.data is None, "nothing stays claimed"
 
 
+def test_those_who_wait_go_on_together_once_it_is_made():
+    place, made, free = Memory(), threading.Event(), []
+    place.write(b"another")
+
+    def machine():
+        with claimed(place, LIMIT, made.is_set) as is_held:
+            free.append(is_held)
+
+    machines = [threading.Thread(target=machine) for _ in range(6)]
+    for each in machines:
+        each.start()
+    made.set()
+    for each in machines:
+        each.join()
+    assert free == [False] * 6
+    assert (place.data, place.writes) == (b"another", 1), "nobody takes a claim that is not needed"
+
+
 def test_a_claim_that_goes_on_is_waited_for_however_long_it_takes(monkeypatch):
     monkeypatch.setattr(claims, "STALE", 0.5)
     place, entered, order = Memory(), threading.Event(), []

@@ -16,9 +16,9 @@ from compiled_graphs.compiler.storage.graph_file import (
     GraphFileError,
     StoredGraph,
     UntrustedFile,
+    read_contents,
     read_graphs,
     read_manifest,
-    read_or_list,
     write_graphs,
 )
 from compiled_graphs.compiler.storage.trust import Trust
@@ -180,7 +180,7 @@ def packed(header, rest=b""):
 
 
 @pytest.mark.parametrize("name", ["signature", "compiled_graphs"])
-@pytest.mark.parametrize("read", [read_graphs, lambda data, trust: read_manifest(data), read_or_list])
+@pytest.mark.parametrize("read", [read_graphs, lambda data, trust: read_manifest(data), read_contents])
 def test_lone_surrogate_in_the_header_is_one_sentence(data, trust, name, read):
     with pytest.raises(GraphFileError, match="not text"):
         read(edit_metadata(data, **{name: "\ud800"}), trust)
@@ -298,8 +298,8 @@ def test_oversized_blob_is_not_read(giant, data, trust):
 
 def test_foreign_file_is_read_up_to_its_header(giant, data, tmp_path):
     with Counted(giant(2**30, data).detach()) as file:
-        graphs, listed = read_or_list(file, Trust(tmp_path / "another"))
-        assert (graphs, len(listed)) == ([], 3)
+        contents = read_contents(file, Trust(tmp_path / "another"))
+        assert (contents.graphs, len(contents.listed)) == ([], 3)
         assert file.count < 2 * len(data)
 
 

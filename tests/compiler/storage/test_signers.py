@@ -72,6 +72,34 @@ def test_a_store_names_its_signer_too(maker, mine, tmp_path):
     assert store.get(graph().key) == graph()
 
 
+def test_a_note_of_a_store_is_read_where_its_signer_is_trusted(maker, mine, tmp_path):
+    name = "cd" * 32
+    FolderStore(tmp_path / "store", maker).put_note(name, b"[1]")
+    store = FolderStore(tmp_path / "store", mine)
+    assert store.note(name) is None
+    mine.signers.add(signer_of(maker))
+    assert store.note(name) == b"[1]"
+    (tmp_path / "store" / f"{'ef' * 32}.wanted.json").write_bytes(
+        (tmp_path / "store" / f"{name}.wanted.json").read_bytes()
+    )
+    assert store.note("ef" * 32) is None, "its name is signed, too"
+
+
+def test_the_signer_is_named_only_if_his_trust_is_all_that_is_missing(maker, mine):
+    data = write_graphs([graph()], maker)
+    assert refusal(data, mine).signer == signer_of(maker).fingerprint
+    wrong = data.replace(graph().fingerprint.encode(), graph().fingerprint[::-1].encode())
+    assert wrong != data
+    assert refusal(wrong, mine).signer == ""
+    assert refusal(write_graphs([graph()], Trust(mine.folder / "another")), mine).signer == ""
+
+
+def refusal(data, trust):
+    with pytest.raises(UntrustedFile) as refused:
+        read_graphs(data, trust)
+    return refused.value
+
+
 def test_a_machine_without_such_a_key_signs_for_itself_alone(mine, maker):
     data = write_graphs([graph()], mine)
     assert read_signature(data) is None

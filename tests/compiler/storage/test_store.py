@@ -892,7 +892,7 @@ def test_machines_that_share_a_url_compile_a_graph_once(drivers, monkeypatch):
 def test_a_graph_that_is_there_is_not_claimed(drivers, monkeypatch):
     store = UrlStore("s3://bucket/graphs")
     store.put(GRAPH)
-    monkeypatch.setattr(store_module, "claimed", lambda place, limit: pytest.fail("claimed"))
+    monkeypatch.setattr(store_module._ClaimObject, "write", lambda place, data: pytest.fail("claimed"))
     with store.exclusive(GRAPH.key):
         pass
 

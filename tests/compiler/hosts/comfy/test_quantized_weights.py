@@ -169,7 +169,7 @@ def test_a_backend_that_rounds_has_nothing_to_add(chosen, is_told, flux, registr
         name, rounds = "rounding", True
 
     backends = {"rounding": Rounding(), "auto": EagerBackend()}
-    monkeypatch.setattr(install, "choose_backend", lambda name, device: (backends[name], ""))
+    monkeypatch.setattr(install, "choose_backend", lambda name, device, only_loads: (backends[name], ""))
     monkeypatch.setattr(install, "FEWEST_WEIGHTS", 256)
     ours, text = host.compile_model(flux(chosen), host.Request("rounding"))
     assert ("Compiled without rounding: the model" in text) == is_told
