@@ -1,4 +1,6 @@
-"""The graph cache holds each graph once per device of a process, by key. Graphs come from memory, the store, a file or a compiler.
+"""The graph cache holds each graph once per device of a process, by key.
+
+Graphs come from memory, the store, a file or a compiler.
 
 Graphs hold no weights, so the cache keeps strong references to a bounded number of them. It knows nothing about models:
 a model asks for the graph of a request, and tells the cache which graphs it needs.
