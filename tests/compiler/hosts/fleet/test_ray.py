@@ -12,7 +12,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install compiled-gr
 pytest.importorskip("diffusers")
 
 import ray
-from compiled_graphs.fleet import DifferentVersions, map_prompts
+from compiled_graphs.compiler.hosts.fleet.ray_workers import RayWorker, Recipe
+from compiled_graphs.fleet import DifferentVersions, Lost, map_prompts
 
 ROOT = Path(__file__).resolve().parents[4]
 EXAMPLES = str(ROOT / "diffusers_examples")
@@ -123,8 +124,13 @@ def test_over_the_cluster_each_graph_is_compiled_once_and_results_are_right(shar
 def test_a_killed_workers_prompt_is_done_by_another_with_graphs_from_the_store(shared, told, tmp_path):
     mark = tmp_path / "killed"
     kill = f"if item == 1 and not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w').close(); os._exit(1)"
-    outcomes = mapped(range(5), shared, told, calling(kill))
-    found = results(outcomes)
+    fail = "if item == 3: raise ValueError('no such size')"
+    outcomes = mapped(range(5), shared, told, calling(f"{kill}\n{fail}"))
+    failed = outcomes.pop(3)
+    assert "no such size" in failed.error  # its own: nobody else tries it
+    assert not failed.attempts
+    assert [outcome.error for outcome in outcomes] == [""] * 4
+    found = [outcome.result for outcome in outcomes]
     assert most(found, 2) == 0
     assert all(result[3] > 0 for result in found)
     assert "its process ended" in outcomes[1].attempts[0]
@@ -132,18 +138,41 @@ def test_a_killed_workers_prompt_is_done_by_another_with_graphs_from_the_store(s
     assert any("is lost: its process ended" in line and "Item 2 is tried elsewhere" in line for line in said)
 
 
-def test_a_worker_that_takes_too_long_loses_its_prompt(shared, told, tmp_path):
-    mark = tmp_path / "hung"
-    hang = f"if item == 0 and not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w').close(); time.sleep(3600)"
-    outcomes = mapped(range(3), shared, told, calling(hang), limit=60.0)
-    results(outcomes)
-    assert "it took more than 60 s" in outcomes[0].attempts[0]
+class Sleeper:
+    """Stands for an actor that never answers."""
+
+    def __init__(self):
+        pass
+
+    def open(self):
+        import types
+
+        return types.SimpleNamespace(host="here")
+
+    def run(self, item):
+        import time
+
+        time.sleep(3600)
+
+    def close(self):
+        pass
 
 
-def test_a_prompt_that_fails_says_why_and_the_others_are_done(shared, told):
-    outcomes = mapped(range(3), shared, told, calling("if item == 1: raise ValueError('no such size')"))
-    assert [bool(outcome.error) for outcome in outcomes] == [False, True, False]
-    assert "no such size" in outcomes[1].error
+def test_a_worker_that_takes_too_long_is_given_up():
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        worker = RayWorker(Recipe(Sleeper, (), {}, gpus=0.0, limit=1.0), place=0)
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    worker.wait()
+    assert worker.name == "worker 1 on here"
+    with pytest.raises(Lost, match="it took more than 1 s"):
+        worker.run(0)
+    with pytest.raises(Lost, match="its process ended"):
+        worker.run(0)
+    worker.close()
 
 
 def test_two_versions_of_torch_in_one_cluster_are_refused_by_name(shared, told, tmp_path):
