@@ -1,6 +1,6 @@
 """Many images over a Ray cluster, from graphs in one store: over all workers each graph is compiled once.
 
-python diffusers_examples/batch.py --store /mnt/graphs --images 64        # on the cluster that RAY_ADDRESS names, or here
+python diffusers_examples/batch.py --store /mnt/graphs --images 64    # on the cluster of RAY_ADDRESS, or here
 """
 
 from __future__ import annotations

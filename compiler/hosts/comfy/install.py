@@ -41,7 +41,7 @@ from .coexistence import (
     tidy_after,
 )
 from .low_rank import LowRankBranches
-from .other_devices import OtherDevices, Steps, Uncompiled, lines_of
+from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, take_turns
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
@@ -229,7 +229,12 @@ def _other_devices(target: PatchedNetwork, request: Request, status: Status) -> 
     def put_in(patcher: Any, made: Made) -> None:
         _put_in(for_copy(patcher), request, made)
 
-    return OtherDevices(Steps(compile_copy, put_in), lambda patcher: for_copy(patcher).network, status.tell)
+    def leave(patcher: Any) -> None:
+        copied = for_copy(patcher)
+        if copied.prefix:  # what samples, and may do so beside others
+            take_turns(patcher, copied.network, f"{copied.prefix}forward")
+
+    return OtherDevices(Steps(compile_copy, put_in, leave), lambda patcher: for_copy(patcher).network, status.tell)
 
 
 def lists_encoder(network: nn.Module, listed: Sequence[GraphIdentity]) -> bool:

@@ -40,6 +40,8 @@ class Steps(Generic[T]):
     """Compiles the network of a patcher."""
     put_in: Callable[[Any, T], None]
     """Puts what was compiled for a network into a patcher that runs it."""
+    leave: Callable[[Any], None]
+    """Leaves a patcher's network uncompiled, beside others on other devices."""
 
 
 class OtherDevices(Generic[T]):
@@ -81,7 +83,7 @@ class OtherDevices(Generic[T]):
         """Give a copy what was compiled for its network, or will be now."""
         made = self._made_for(clone)
         if isinstance(made, Uncompiled):
-            take_turns(clone, self._network(clone), "forward")
+            self._steps.leave(clone)
         else:
             self._steps.put_in(clone, made)
             self.follow(clone)
@@ -124,10 +126,12 @@ class UncompiledNetwork:
             return self.inner(*args, **kwargs) if self.inner else type(network).forward(network, *args, **kwargs)
 
 
-def take_turns(patcher: Any, network: nn.Module, method: str) -> None:
-    """Have calls of a patcher's network without graphs wait for what traces code, and the other way round."""
-    name = next((f"{path}.{method}" for path, module in patcher.model.named_modules() if module is network), method)
-    inner = foreign_forward(patcher, network, name, method)
+def take_turns(patcher: Any, network: nn.Module, name: str) -> None:
+    """Have calls of a patcher's network without graphs wait for what traces code, and the other way round.
+
+    `name` is what the patcher calls the network's `forward`.
+    """
+    inner = foreign_forward(patcher, network, name, "forward")
     patcher.add_object_patch(name, UncompiledNetwork(network, inner))
 
 

@@ -142,8 +142,9 @@ def test_an_artifact_is_moved_with_its_kernels():
     assert kernel.compile_results[0].compile_meta["device"] == 1
 
 
-def test_an_artifact_of_this_gpu_stays_as_it_is():
-    data = artifact(Graph())
+@pytest.mark.parametrize("code", [SOURCE, "def call(args):\n    return (args[0],)"])
+def test_an_artifact_of_this_gpu_stays_as_it_is(code):
+    data = artifact(Graph(source_code=code))
     assert moved(data, 0) is data
 
 
@@ -172,7 +173,7 @@ def test_where_nothing_can_be_moved_each_gpu_has_graphs_of_its_own(name, take_aw
     take_away(getattr(torch_compat, name).path)
     assert len({str(InductorBackend().environment(place)) for place in places}) == 2
     with pytest.raises(CannotMove, match="one GPU only"):
-        other_gpu.moved(b"", 1)
+        other_gpu.moved(b"for another one", 1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")

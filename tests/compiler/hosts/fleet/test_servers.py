@@ -17,7 +17,6 @@ from compiled_graphs.compiler.hosts.fleet.servers import Server, Started
 from compiled_graphs.fleet import Launch, Lost, map_workflows
 from PIL import Image
 
-
 ROOT = Path(__file__).resolve().parents[4]
 
 
