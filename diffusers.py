@@ -17,11 +17,13 @@ from .compiler.hosts.diffusers.pipeline import (
     summaries,
     warmup,
 )
+from .compiler.tracing.host_operator import as_operator
 
 __all__ = [
     "LoadedPart",
     "Options",
     "SavedPart",
+    "as_operator",
     "compile_module",
     "compile_pipe",
     "load_pipe",

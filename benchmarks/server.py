@@ -57,9 +57,7 @@ def main() -> None:
         return
     for text in options.runs:
         model, ways, *flags = text.split(":")
-        if not weights_of(options, model).exists() or not lora_of(options, model).exists():
-            command = [sys.executable, __file__, "--comfyui", str(options.comfyui), "--home", str(options.home)]
-            subprocess.run([*command, "--make", model], check=True)
+        make_missing(options, model)
         measure(options, text, model, ways.split(","), flags[0] if flags else "")
 
 
@@ -90,18 +88,14 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
     def run(seed: int, size: tuple[int, int] = SIZE, lora: float | None = None) -> dict[str, Any]:
         kept = options.home / f"{model}-{way}-{seed}.pt"
         build = vae_prompt if model == "kl" else model_prompt
-        entry = server.wait(server.queue(build(model, way, seed, options.steps, size, lora, kept)))
-        times = {name: message.get("timestamp") for name, message in entry["status"]["messages"]}
-        bench = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
-        seconds = (times["execution_success"] - times["execution_start"]) / 1000
-        text = next((output["text"] for output in entry["outputs"].values() if "text" in output), None)
+        made = run_prompt(server, build(model, way, seed, options.steps, size, lora, kept))
         differences = {
             "differs": difference(kept, options.home / f"{model}-eager-{seed}.pt"),
             "from unquantised": None
             if model == base_of(model) or is_gguf(model)
             else difference(kept, options.home / f"{base_of(model)}-eager-{seed}.pt"),
         }
-        return {"seconds": seconds, "text": text, **bench, **differences}
+        return {**made, **differences}
 
     first = run(1)
     again = [run(seed) for seed in (2, 3, 4, 5)]
@@ -126,6 +120,22 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         counted = ("compiles", "verifications", "retired", "recordings", "replays", "calls", "reasons")
         row |= {"text": first["text"], **{name: totals[name] for name in counted}}
     return row
+
+
+def run_prompt(server: ComfyServer, prompt: dict[str, Any]) -> dict[str, Any]:
+    """Run a prompt; return its seconds, what Compile Model said, and what BenchKeep saw."""
+    entry = server.wait(server.queue(prompt))
+    times = {name: message.get("timestamp") for name, message in entry["status"]["messages"]}
+    bench = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
+    text = next((output["text"] for output in entry["outputs"].values() if "text" in output), None)
+    return {"seconds": (times["execution_success"] - times["execution_start"]) / 1000, "text": text, **bench}
+
+
+def make_missing(options: argparse.Namespace, model: str) -> None:
+    """Write a model's weights and a LoRA for it, in another process, unless they are there."""
+    if not weights_of(options, model).exists() or not lora_of(options, model).exists():
+        command = [sys.executable, str(ROOT / "benchmarks" / "server.py"), "--comfyui", str(options.comfyui)]
+        subprocess.run([*command, "--home", str(options.home), "--make", model], check=True)
 
 
 def largest(runs: list[dict[str, Any]], name: str) -> float | None:

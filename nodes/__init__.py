@@ -10,8 +10,8 @@ from typing import Any
 from ..compiler.hosts.comfy import graph_folder
 from ..web_server import doctor_route, metrics_route, queued_prompt, routes, server_start
 from . import onediff, v3_schema
-from .clip_speedup import CLIPSpeedup
 from .bake_end import BakeEnd
+from .clip_speedup import CLIPSpeedup
 from .compile_model import CompileModel
 from .compile_report import CompileReport
 from .control_net_speedup import ControlNetSpeedup

@@ -253,8 +253,8 @@ install_torchvision() {
 install_tests() {
     local stamp want
     stamp=$CG_HOME/venv/tests.stamp
-    want="$ROOT $(cksum <"$ROOT/pyproject.toml")"
+    want="$ROOT $(cksum <"$ROOT/pyproject.toml") ${TEST_EXTRAS:-}"
     [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
-    pip -e "${ROOT}[test]" --no-build-isolation
+    pip -e "${ROOT}[test${TEST_EXTRAS:+,$TEST_EXTRAS}]" --no-build-isolation
     printf '%s' "$want" >"$stamp"
 }

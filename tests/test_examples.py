@@ -56,6 +56,25 @@ def test_graphs_saved_ahead_are_all_that_runs_need(run, tmp_path, command, numbe
     assert all(line.endswith(" 0 compiled") for line in images(lines)), lines
 
 
+def test_a_batch_over_a_cluster_of_this_machine(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install compiled-graphs[ray]")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "COMPILED_GRAPHS_TRUST": str(tmp_path / "trust"),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ADDRESS": "local",
+    }
+    line = [sys.executable, str(EXAMPLES / "batch.py"), "--store", "store", "--images", "3", "--workers", "1"]
+    done = subprocess.run(
+        [*line, "--backend", "eager"], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "3 images in images"
+    assert "3 of 3 done, 1 working" in done.stderr
+    assert len(list((tmp_path / "images").glob("*.png"))) == 3
+
+
 @pytest.mark.parametrize(("command", "parts"), [("text_to_image.py sdxl", 1), ("base_and_refiner.py", 2)])
 def test_next_process_compiles_nothing(run, tmp_path, command, parts):
     saving, loading = (run(command, tmp_path / "graphs") for _ in range(2))

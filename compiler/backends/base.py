@@ -57,6 +57,7 @@ class Backend(Protocol):
     def load(self, data: bytes, spec: GraphSpec) -> Executable:
         """Make an executable, without compiling, from bytes that were made in an equal environment.
 
+        It is for the device that `spec` names. The bytes may have been made on another one of the same machine.
         This can run native code from `data`, so callers pass only bytes that they trust.
         """
         ...

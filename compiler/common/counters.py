@@ -54,7 +54,8 @@ class Counters:
 
     def add_eager(self, reason: Reason) -> None:
         """Count one eager region call and its reason."""
-        self.eager_calls[reason] += 1
+        with _LOCK:
+            self.eager_calls[reason] += 1
         if self.parent is not None:
             self.parent.add_eager(reason)
 

@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -35,9 +35,16 @@ class CompileJobs:
         self._turn = threading.Lock()
         self._stuck: tuple[threading.Thread, str] | None = None
 
-    def run(self, name: str, job: Callable[[], T], limit: float | None = None) -> T:
+    def run(
+        self,
+        name: str,
+        job: Callable[[], T],
+        limit: float | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> T:
         """Run a job and return its result or raise its exception.
 
+        `around` makes a context that this thread enters when it is the job's turn, and leaves at the limit.
         Raises CompileTimeout after `limit` seconds. It raises at once while an earlier job still hangs: two
         compilers in one process are not safe.
         """
@@ -47,8 +54,9 @@ class CompileJobs:
                 raise CompileTimeout(ReasonCode.HANGS, self._stuck[1])
             outcome: dict[str, Any] = {}
             thread = threading.Thread(target=_run_into, args=(job, outcome), name=f"compile {name}", daemon=True)
-            thread.start()
-            self._wait(thread, limit)
+            with around():
+                thread.start()
+                self._wait(thread, limit)
             if thread.is_alive():
                 self._stuck = (thread, name)
                 raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s")

@@ -71,6 +71,7 @@ class ReasonCode(Enum):
     WRITES_ARGUMENT = "a region that writes to a list or dictionary it is given"
     WRITES_WEIGHTS = "a region that writes to its own weights"
     RANDOM = "a region that draws random numbers"
+    COMMUNICATES = "a region that exchanges data with other processes by itself ({})"
     RESULT_TYPE = "a region that returns something besides tensors and None"
 
     # The graph and its compiler

@@ -1,4 +1,6 @@
-"""The graph cache holds each graph once per process, by key. Graphs come from memory, the store, a file or a compiler.
+"""The graph cache holds each graph once per device of a process, by key.
+
+Graphs come from memory, the store, a file or a compiler.
 
 Graphs hold no weights, so the cache keeps strong references to a bounded number of them. It knows nothing about models:
 a model asks for the graph of a request, and tells the cache which graphs it needs.
@@ -35,10 +37,10 @@ from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
 from ..storage.base import Store
 from ..storage.graph_file import GraphFileError, StoredGraph
-from ..tracing.export import export_region
+from ..tracing.export import ExportedRegion, export_region
 from ..tracing.graph_request import GraphRequest
 from ..tracing.operators import register_operators
-from ..tracing.side_effects import untouched
+from ..tracing.side_effects import turns, untouched
 from .key import environment
 from .worker_pool import WorkerError, Workers
 
@@ -60,7 +62,7 @@ class CacheEntry:
 
     graph: CompiledGraph
     source: str = ""
-    """Where this process got it: "compiled", "disk" or "file"."""
+    """Where this process got it: "compiled", "disk", "file", or "memory" for what another device had."""
     seconds: float = 0.0
     """How long compiling or loading took."""
     size: int = 0
@@ -132,15 +134,15 @@ def _check_compiler(task: _Task) -> None:
         raise ReasonedError(ReasonCode.BACKEND, reason)
 
 
-def _compile(task: _Task) -> tuple[GraphSpec, Executable]:
-    """Trace and compile. Raises Unsupported if the region does not match its fingerprint before or afterwards."""
+def _traced(task: _Task) -> ExportedRegion:
+    """Trace a region. Raises Unsupported if it does not match its fingerprint before or afterwards."""
     module = task.request.module
     with untouched(module, task.by.host) as describer:
         is_known = describer.describe(module).fingerprint == task.request.fingerprint
         exported = export_region(task.request, task.by.host)
         if not is_known or not describer.watch.holds():
             raise Unsupported(ReasonCode.CHANGES_MEANWHILE)
-    return exported.spec, task.by.backend.compile(exported)
+    return exported
 
 
 class GraphCache:
@@ -156,7 +158,8 @@ class GraphCache:
         """Called, on any thread, when graphs come or go. Must return at once."""
         self._claims: dict[str, threading.Lock] = {}
         self._jobs = jobs or CompileJobs()
-        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str], CacheEntry] = OrderedDict()
+        """By key and device: GPUs of a kind share a graph, and each loads it and has it checked for itself."""
         self._lock = threading.RLock()
         self._memos: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[GraphRequest]]]
         self._memos = weakref.WeakKeyDictionary()
@@ -166,11 +169,14 @@ class GraphCache:
 
         The nodes before a node that compiles often run again with the same model, for example with another LoRA.
         """
-        return self._memos.get(model, {}).get(state)
+        with self._lock:
+            return self._memos.get(model, {}).get(state)
 
     def remember(self, model: nn.Module, state: Hashable, requests: Iterable[GraphRequest]) -> None:
         """Remember the requests of a model in this state, as long as the model lives."""
-        self._memos.setdefault(model, {})[state] = [request.without_module() for request in requests]
+        kept = [request.without_module() for request in requests]
+        with self._lock:
+            self._memos.setdefault(model, {})[state] = kept
 
     def memo(self, name: str, device: torch.device) -> list[GraphRequest] | None:
         """Return the requests of a memo in the store, without modules, or None if there is no usable memo."""
@@ -192,9 +198,13 @@ class GraphCache:
             notes = [request.note() for request in _within_bounds(requests)]
             self.store.put_note(name, json.dumps(notes).encode())
 
-    def run(self, name: str, job: Callable[[], T]) -> T:
-        """Run work that traces or compiles, away from the host's thread and its inference mode."""
-        return self._jobs.run(name, job)
+    def run(self, name: str, job: Callable[[], T], device: torch.device, traces: bool = False) -> T:
+        """Run work for a device that traces, compiles or loads, away from the host's thread and its inference mode.
+
+        Calls of networks on other threads go on meanwhile, unless the job `traces`.
+        """
+        with turns.given_up():
+            return self._jobs.run(name, partial(_on, device, job), around=turns.alone if traces else nullcontext)
 
     def get_or_compile_all(
         self, requests: Sequence[GraphRequest], by: Requester, is_beside: bool, check: Callable[[], None] = lambda: None
@@ -240,7 +250,9 @@ class GraphCache:
     def _missing(self, requests: Iterable[GraphRequest], by: Requester) -> int:
         """Return how many of these graphs would have to be compiled."""
         keys = {self._key(request, environment(by.backend, request.device, by.host)) for request in requests}
-        return len({key for key in keys if self._find(key) is None} - self.stored_keys())
+        with self._lock:
+            in_memory = {key for key, _ in self._entries}
+        return len(keys - in_memory - self.stored_keys())
 
     def get_or_compile(
         self, request: GraphRequest, by: Requester, place: CompileIn = CompileIn.PROCESS
@@ -253,10 +265,10 @@ class GraphCache:
         """
         fields = environment(by.backend, request.device, by.host)
         key = self._key(request, fields)
-        if entry := self._find(key):
+        if entry := self._find(key, request.device):
             return self._found(entry, by)
         task = _Task(key, fields, request, by)
-        with self._claim(key):
+        with turns.given_up(), self._claim(key):
             if found := self._timed(task, lambda: self._load(task)):
                 return found
             _check_compiler(task)
@@ -284,26 +296,27 @@ class GraphCache:
         for stored in recent:
             if stored.backend == backend.name and stored.environment == fields:
                 with suppress(Exception):  # torch can raise anything for bytes that it cannot load
-                    self.run(f"preload {stored.spec.region}", partial(self._preload, stored, backend))
+                    job = partial(self._preload, stored, backend, device)
+                    self.run(f"preload {stored.spec.region}", job, device)
 
-    def _preload(self, stored: StoredGraph, backend: Backend) -> None:
-        if self._find(stored.key) is None:
+    def _preload(self, stored: StoredGraph, backend: Backend, device: torch.device) -> None:
+        if self._find(stored.key, device) is None:
             start = time.perf_counter()
-            graph = stored.load(backend)
+            graph = stored.load(backend, device)
             entry = self._keep(graph, "disk", time.perf_counter() - start, len(stored.executable))
             entry.is_preloaded = True
 
-    def add_loaded(self, stored: StoredGraph, by: Requester) -> CacheEntry:
-        """Return the entry for a graph that was read from a file. Load it only if it is not in memory.
+    def add_loaded(self, stored: StoredGraph, by: Requester, device: torch.device) -> CacheEntry:
+        """Return the entry for a graph that was read from a file. Load it only if the device has it not in memory.
 
         Raises whatever torch raises for bytes that it cannot load.
         """
-        if entry := self._find(stored.key):
+        if entry := self._find(stored.key, device):
             by.counters.add("from_memory")
             return entry
         register_operators()
         start = time.perf_counter()
-        graph = self.run(stored.spec.region, lambda: stored.load(by.backend))
+        graph = self.run(stored.spec.region, lambda: stored.load(by.backend, device), device)
         seconds = time.perf_counter() - start
         by.counters.add("from_file")
         by.counters.add("seconds", seconds)
@@ -314,7 +327,7 @@ class GraphCache:
         key = entry.graph.key
         entry.is_evicted = True
         with self._lock:
-            self._entries.pop(key, None)
+            self._entries.pop(_place(entry.graph), None)
         if self.store is not None and not self.store.discard(key):
             log.warning("The graph %s failed its check and cannot be removed from the store; remove the file.", key)
         self.on_change()
@@ -322,8 +335,8 @@ class GraphCache:
     def forget(self, keys: Set[str]) -> None:
         """Remove graphs from memory. The next request for one loads it from the store."""
         with self._lock:
-            for key in keys:
-                self._entries.pop(key, None)
+            for place in [place for place in self._entries if place[0] in keys]:
+                del self._entries[place]
         self.on_change()
 
     def store_graphs(self, graphs: Iterable[CompiledGraph]) -> set[str]:
@@ -359,22 +372,32 @@ class GraphCache:
             finally:
                 task.by.counters.add("seconds", time.perf_counter() - start)
 
-        return self.run(task.request.region, timed)
+        return self.run(task.request.region, timed, task.request.device)
 
     def _compile_in(self, task: _Task, place: CompileIn) -> tuple[CacheEntry, str]:
         """Compile a graph, in this process or in a worker. Only work in this process takes turns."""
-        region, backend, start = task.request.region, task.by.backend, time.perf_counter()
+        region, backend, device = task.request.region, task.by.backend, task.request.device
+        start = time.perf_counter()
         if place is CompileIn.PROCESS:
-            return self._timed(task, lambda: self._add_compiled(task, time.perf_counter(), *_compile(task)))
+            try:
+                return self._add_compiled(task, start, *self._compile(task))
+            finally:
+                task.by.counters.add("seconds", time.perf_counter() - start)
         try:
             spec, data = self.workers.compile(task.request, backend.name)
-            executable = self.run(region, lambda: backend.load(data, spec))
+            executable = self.run(region, lambda: backend.load(data, spec), device)
         except WorkerError as reason:
             if place is CompileIn.WORKER_REQUIRED:
                 raise
             log.info("%s is compiled in this process: %s", region, reason)
-            spec, executable = self.run(region, lambda: _compile(task))
+            spec, executable = self._compile(task)
         return self._add_compiled(task, start, spec, executable)
+
+    def _compile(self, task: _Task) -> tuple[GraphSpec, Executable]:
+        """Trace and compile in this process."""
+        region, device = task.request.region, task.request.device
+        exported = self.run(region, lambda: _traced(task), device, traces=True)
+        return exported.spec, self.run(region, lambda: task.by.backend.compile(exported), device)
 
     def _claim(self, key: str) -> threading.Lock:
         """Return what keeps other threads from compiling the same graph meanwhile."""
@@ -386,11 +409,16 @@ class GraphCache:
 
         `stored` is what was read from the store, if somebody has read it.
         """
-        if entry := self._find(task.key):
+        device = task.request.device
+        if entry := self._find(task.key, device):
             return self._found(entry, task.by)
         register_operators()
         start = time.perf_counter()
-        if loaded := self._loaded(stored or (self.store.get(task.key) if self.store else None), task.by.backend):
+        if graph := self._of_another_device(task):
+            task.by.counters.add("from_memory")
+            return self._keep(graph, "memory", time.perf_counter() - start), "memory"
+        stored = stored or (self.store.get(task.key) if self.store else None)
+        if loaded := self._loaded(stored, task.by.backend, device):
             graph, size = loaded
             task.by.counters.add("from_disk")
             return self._keep(graph, "disk", time.perf_counter() - start, size), "disk"
@@ -408,12 +436,23 @@ class GraphCache:
         size = self._put(graph)
         return self._keep(graph, "compiled", seconds, size), "compiled"
 
+    def _of_another_device(self, task: _Task) -> CompiledGraph | None:
+        """Return a graph that another device of this process has in memory, loaded for this one."""
+        with self._lock:
+            others = [entry for (key, _), entry in self._entries.items() if key == task.key and not entry.is_out]
+        for entry in others[:1]:
+            try:
+                return StoredGraph.of(entry.graph).load(task.by.backend, task.request.device)
+            except Exception as error:  # torch can raise anything for bytes that it cannot move
+                log.info("%s is not taken over from another device: %r", task.request.region, error)
+        return None
+
     @staticmethod
-    def _loaded(stored: StoredGraph | None, backend: Backend) -> tuple[CompiledGraph, int] | None:
+    def _loaded(stored: StoredGraph | None, backend: Backend, device: torch.device) -> tuple[CompiledGraph, int] | None:
         if stored is None or stored.backend != backend.name:
             return None
         try:
-            return stored.load(backend), len(stored.executable)
+            return stored.load(backend, device), len(stored.executable)
         except Exception as error:  # torch can raise anything for bytes that it cannot load
             log.warning("A stored graph of %s could not be loaded (%r); compiling it.", stored.spec.region, error)
             return None
@@ -430,11 +469,11 @@ class GraphCache:
             return 0
         return len(stored.executable)
 
-    def _find(self, key: str) -> CacheEntry | None:
+    def _find(self, key: str, device: torch.device) -> CacheEntry | None:
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.get((key, str(device)))
             if entry:
-                self._entries.move_to_end(key)
+                self._entries.move_to_end((key, str(device)))
             return entry
 
     def _found(self, entry: CacheEntry, by: Requester) -> tuple[CacheEntry, str]:
@@ -448,11 +487,21 @@ class GraphCache:
 
     def _keep(self, graph: CompiledGraph, source: str = "", seconds: float = 0.0, size: int = 0) -> CacheEntry:
         with self._lock:
-            entry = self._entries[graph.key] = CacheEntry(graph, source, seconds, size)
+            entry = self._entries[_place(graph)] = CacheEntry(graph, source, seconds, size)
             while len(self._entries) > MAX_GRAPHS:
                 self._entries.popitem(last=False)
         self.on_change()
         return entry
+
+
+def _place(graph: CompiledGraph) -> tuple[str, str]:
+    return graph.key, graph.spec.device
+
+
+def _on(device: torch.device, job: Callable[[], T]) -> T:
+    """Run a job with a device as the thread's current one: code may say "cuda" and mean the GPU that it runs on."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return job()
 
 
 def _within_bounds(requests: list[GraphRequest]) -> list[GraphRequest]:

@@ -14,6 +14,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -150,8 +151,9 @@ def _make(order: CompileRequest, host: Host) -> CompileResult:
     request = replace(order.request, signature=parse(order.signature)[0])
     if fingerprint(request.module, host) != request.fingerprint:
         return CompileResult(reason=Reason(ReasonCode.CODE_DIFFERS))
-    exported = export_region(request, host)
-    return CompileResult(exported.spec, backend.compile(exported).to_bytes())
+    with torch.cuda.device(request.device) if request.device.type == "cuda" else nullcontext():
+        exported = export_region(request, host)
+        return CompileResult(exported.spec, backend.compile(exported).to_bytes())
 
 
 def _warm_up(backend: Backend, device: torch.device) -> None:

@@ -170,6 +170,11 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.GLOBAL_STATE: _UNKNOWABLE,
     ReasonCode.WRITES_ARGUMENT: _MEMORY_OF_FRAMES,
     ReasonCode.WRITES_WEIGHTS: _MEMORY_OF_FRAMES,
+    ReasonCode.COMMUNICATES: Explanation(
+        "These blocks exchange data with other processes. A graph serves any number of processes only if that is an "
+        "operator of its own.",
+        "这些块与其他进程交换数据。只有把这一步做成单独的算子，计算图才能适用于任意数量的进程。",
+    ),
     ReasonCode.RANDOM: Explanation(
         "These blocks draw random numbers, and a graph would draw others.",
         "这些块会抽取随机数，而计算图会抽到不同的随机数。",

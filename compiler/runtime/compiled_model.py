@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..common.counters import Counters, totals
+from ..common.peers import has_peers
 from ..common.reason import Reason
 from ..common.timing import LatencyTracker, gain
 from ..compile_cache.background_queue import Background
@@ -114,7 +115,7 @@ class CompiledModel:
 
     def watch_over(self) -> bool:
         """Have one call of one region compared with eager, in turn, if it is time; return whether it is."""
-        if not self.verifies or not self._canary.is_due():
+        if not self.verifies or not self._canary.is_due() or has_peers():
             return False
         forward = self._canary.choose(list(self._forwards.values()))
         if forward is not None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +31,7 @@ from ..identity.graph_spec import GraphIdentity
 from ..storage.graph_file import StoredGraph
 from ..tracing.graph_request import GraphRequest
 from ..tracing.shape_discovery import ModelCall, discover_requests
-from ..tracing.side_effects import turns, untouched
+from ..tracing.side_effects import untouched
 from .region_kind import Miss, RegionKind
 from .region_kinds import RegionKinds
 from .summary import Progress
@@ -261,10 +262,10 @@ class GraphSupply:
 
     def _look_ahead(self, call: ModelCall) -> list[GraphRequest]:
         """Return what a call wants. The person's random numbers stay where they are, if the person waits."""
+        device = self._kinds.target.device
         # Beside a sampling its generator may be drawn from meanwhile, and must not be set back.
-        beside = turns.alone() if self._is_beside else same_random_numbers(self._kinds.target.device)
-        with beside:
-            return self._cache.run("probe", lambda: self._wanted(call))
+        with nullcontext() if self._is_beside else same_random_numbers(device):
+            return self._cache.run("probe", lambda: self._wanted(call), device, traces=True)
 
     def _wanted(self, call: ModelCall) -> list[GraphRequest]:
         model, target = self._kinds.model(), self._kinds.target
@@ -280,7 +281,7 @@ class GraphSupply:
             failed.append((graph, foreign))
             return False
         try:
-            kind.add(graph.signature, self._cache.add_loaded(graph, self._requester))
+            kind.add(graph.signature, self._cache.add_loaded(graph, self._requester, target.device))
             self._loaded.add(graph.fingerprint)
         except Exception as error:
             failed.append((graph, say("not loaded ({error})", error=one_line(error))))

@@ -79,10 +79,11 @@ class NetworkWrapper:
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), shape)
         with entered(call):
             self.on_call()
-            is_watched = self._refresh()
             timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call))
-            with turns.shared(), self.compiled.host.without_allocation_scopes(), timed:
-                result = self._call_with_weights(call, args, kwargs, is_watched)
+            with turns.shared():  # what is compared is not what a trace on another thread has put in its place
+                is_watched = self._refresh()
+                with self.compiled.host.without_allocation_scopes(), timed:
+                    result = self._call_with_weights(call, args, kwargs, is_watched)
             self.compiled.note_call(call)
             if call.had_setup:
                 self.on_setup()

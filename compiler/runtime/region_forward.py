@@ -22,6 +22,7 @@ from torch import nn
 from ..common.compare import disagreement
 from ..common.counters import Counters
 from ..common.host import Host
+from ..common.peers import has_peers
 from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.tensors import tensors_in
@@ -298,7 +299,7 @@ class RegionForward:
     def _time(self, call: _Call, copies: Sequence[torch.Tensor]) -> None:
         """Time the graph and the eager region, once, unless the region's code leaves something behind."""
         entry = call.plan.entry
-        if entry.timing is not None or not self._owner.is_unchanged():
+        if entry.timing is not None or has_peers() or not self._owner.is_unchanged():
             return
         written = (call.tensors[call.plan.order[i]] for i in entry.graph.spec.mutated)
         with suppress(torch.cuda.OutOfMemoryError), _unchanged(written), same_random_numbers(self._kind.device):

@@ -14,10 +14,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO, TypeVar
 
 import numpy
+import torch
 from safetensors.numpy import save as write_container
 
 from ..backends.base import Backend
@@ -68,9 +69,14 @@ class StoredGraph(GraphIdentity):
         """Return the stored form of a compiled graph. Raises what the backend raises if it cannot be stored."""
         return cls(**graph.identity(), executable=graph.executable.to_bytes())
 
-    def load(self, backend: Backend) -> CompiledGraph:
-        """Return the graph ready to run. This runs native code from `executable`. Raises what torch raises."""
-        return CompiledGraph(**self.identity(), executable=backend.load(self.executable, self.spec))
+    def load(self, backend: Backend, device: torch.device | None = None) -> CompiledGraph:
+        """Return the graph ready to run, on another device of the kind that it was made on if one is named.
+
+        This runs native code from `executable`. Raises what torch raises.
+        """
+        spec = self.spec if device is None else replace(self.spec, device=str(device))
+        fields = self.identity() | {"spec": spec}
+        return CompiledGraph(**fields, executable=backend.load(self.executable, spec))
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+"""The namespaces of torch.distributed's operators."""
+
 MAX_ELEMENTS = 2**31 - 1
 """Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
 
@@ -182,11 +185,19 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         program = torch.export.export(pure, (weights, inputs), dynamic_shapes=(ranks, symbols), strict=False)
     if _draws_random_numbers(program):
         raise Unsupported(ReasonCode.RANDOM)
+    if collective := _collective(program):
+        raise Unsupported(ReasonCode.COMMUNICATES, collective)
     spec = _spec(request, program, held.names, formats, mutated)
     if traced:
         reads = tuple(sorted(set().union(*(options.reads for options in traced))))
         spec = replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
     return ExportedRegion(program, spec)
+
+
+def _collective(program: torch.export.ExportedProgram) -> str:
+    """Return the first operator that exchanges data with other processes: a graph would hold their number."""
+    names = (str(node.target) for node in program.graph.nodes if node.op == "call_function")
+    return next((name for name in names if name.partition(".")[0] in _COLLECTIVES), "")
 
 
 def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:

@@ -48,23 +48,57 @@ class _Turns:
         finally:
             self._own.depth = depth
             if depth == 0:
-                with self._change:
-                    self._calls -= 1
-                    self._change.notify_all()
+                self._end_call()
+
+    @property
+    def _is_alone(self) -> bool:
+        return getattr(self._own, "is_alone", False)
+
+    def _end_call(self) -> None:
+        with self._change:
+            self._calls -= 1
+            self._change.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the exclusive turn: keep new calls out, and wait for the running ones to end."""
-        with self._change:
-            self._change.wait_for(lambda: not self._is_taken)
-            self._is_taken = True
-            self._change.wait_for(lambda: self._calls == 0)
+    def given_up(self) -> Iterator[None]:
+        """Let others have the exclusive turn meanwhile: this thread, inside of a call, waits for something."""
+        depth = getattr(self._own, "depth", 0)
+        if depth == 0 or self._is_alone:
+            yield
+            return
+        self._own.depth = 0
+        self._end_call()
         try:
             yield
         finally:
             with self._change:
-                self._is_taken = False
-                self._change.notify_all()
+                self._change.wait_for(lambda: not self._is_taken)
+                self._calls += 1
+            self._own.depth = depth
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the exclusive turn: keep new calls out, and wait for the running ones to end.
+
+        A thread inside of a call, with others on other devices, gives its shared turn up for it. Turns nest: whoever
+        holds the exclusive one may take any.
+        """
+        if self._is_alone:
+            yield
+            return
+        with self.given_up():
+            with self._change:
+                self._change.wait_for(lambda: not self._is_taken)
+                self._is_taken = True
+                self._change.wait_for(lambda: self._calls == 0)
+            self._own.depth, self._own.is_alone = 1, True  # what this thread calls meanwhile is its own
+            try:
+                yield
+            finally:
+                self._own.depth, self._own.is_alone = 0, False
+                with self._change:
+                    self._is_taken = False
+                    self._change.notify_all()
 
 
 turns = _Turns()

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import torch
 
+from ...common.torch_compat import pytree
 from ...identity.graph_spec import GraphSpec
 from ...tracing.export import ExportedRegion
 
@@ -56,4 +57,17 @@ class EagerBackend:
         return EagerExecutable(exported.program)
 
     def load(self, data: bytes, spec: GraphSpec) -> EagerExecutable:
-        return EagerExecutable(torch.export.load(io.BytesIO(data)))
+        program = torch.export.load(io.BytesIO(data))
+        _move(program.graph_module, torch.device(spec.device))
+        return EagerExecutable(program)
+
+
+def _move(module: torch.fx.GraphModule, device: torch.device) -> None:
+    """Have the nodes that make tensors make them on this one of several devices of a type."""
+
+    def moved(found: torch.device) -> torch.device:
+        return device if found.type == device.type and found.index is not None else found
+
+    for node in module.graph.nodes:
+        node.args, node.kwargs = pytree.tree_map_only(torch.device, moved, (node.args, node.kwargs))
+    module.recompile()

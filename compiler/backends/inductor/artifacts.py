@@ -19,11 +19,14 @@ import torch
 
 from ...common.torch_compat import CompiledArtifact, aoti_compile_and_package, aoti_load_package, standalone_compile
 from ...tracing.export import ExportedRegion
+from .other_gpu import can_move, moved
 from .repeated_subgraphs import folded, tracing_once
 from .split_products import can_split, split_linears
 from .tuning import preferences, settings
 
 log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
 
 
 class OtherProcessor(Exception):
@@ -62,7 +65,10 @@ class Artifact:
         return cls(_compiled_in_parts(module))
 
     @classmethod
-    def load(cls, data: bytes) -> Artifact:
+    def load(cls, data: bytes, device: torch.device) -> Artifact:
+        """Load an artifact for a GPU. Raises CannotMove if it is for another one and cannot be moved."""
+        if device.index is not None and can_move():
+            data = moved(data, device.index)
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
             path = Path(folder, "artifact")
             path.write_bytes(data)
@@ -128,7 +134,7 @@ class AotiPackage:
         return cls.load(buffer.getvalue())
 
     @classmethod
-    def load(cls, data: bytes) -> AotiPackage:
+    def load(cls, data: bytes, device: torch.device = CPU) -> AotiPackage:
         """Load a package. Raises OtherProcessor if this processor cannot run it."""
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if missing := set(archive.read(cls._FEATURES).decode().split()) - _cpu_features():

@@ -34,6 +34,7 @@ from ...common.torch_compat import (
 from ...identity.graph_spec import Executable, GraphSpec
 from ...tracing.export import ExportedRegion
 from .artifacts import AotiPackage, Artifact
+from .other_gpu import can_move
 
 OLDEST_TORCH = (2, 8)
 _LAUNCHES = threading.Lock()
@@ -93,7 +94,8 @@ class InductorBackend:
 
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             runtime = torch.version.hip or torch.version.cuda or ""
-            return fields | {"device": f"cuda {capability}", "runtime": runtime, "triton": triton.__version__}
+            fields |= {"device": f"cuda {capability}", "runtime": runtime, "triton": triton.__version__}
+            return fields | ({"gpu": str(device.index)} if device.index and not can_move() else {})
         capability = torch.backends.cpu.get_cpu_capability()
         return fields | {"device": f"cpu {capability}", "platform": sysconfig.get_platform()}
 
@@ -103,10 +105,15 @@ class InductorBackend:
                 name.get()
 
     def compile(self, exported: ExportedRegion) -> Executable:
-        return (AotiPackage if exported.spec.device == "cpu" else Artifact).compile(exported)
+        return _kind_for(torch.device(exported.spec.device)).compile(exported)
 
     def load(self, data: bytes, spec: GraphSpec) -> Executable:
-        return (AotiPackage if spec.device == "cpu" else Artifact).load(data)
+        device = torch.device(spec.device)
+        return _kind_for(device).load(data, device)
+
+
+def _kind_for(device: torch.device) -> type[AotiPackage] | type[Artifact]:
+    return AotiPackage if device.type == "cpu" else Artifact
 
 
 def _inductor_version() -> str:

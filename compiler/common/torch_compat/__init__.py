@@ -288,6 +288,11 @@ INDUCTOR_WARM_UP = (
     Later("torch._inductor.codecache:CacheBase.get_system()"),
 )
 
+# An artifact for one GPU is moved to another. Without these names each GPU has artifacts compiled of its own.
+BytesReader = Later("torch.utils._appending_byte_serializer:BytesReader")
+BytesWriter = Later("torch.utils._appending_byte_serializer:BytesWriter")
+CompiledTritonKernels = Later("torch._inductor.async_compile:CompiledTritonKernels")
+
 # What Inductor is told to choose otherwise. Without these names it chooses as it does by itself.
 inductor_config = Later("torch._inductor.config:")
 InductorChoices = Later("torch._inductor.choices:InductorChoices")

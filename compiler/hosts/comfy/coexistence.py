@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ...common.words import say
 from ...identity.regions import Region, find_regions, is_torch_compiled
 from . import comfy_compat
 from .synthetic_prompts import ENCODE, is_of_other_sense
@@ -37,27 +36,6 @@ def take_ours_out(patcher: Any) -> None:
             del patcher.object_patches[name]
             if patch.inner is not None:
                 patcher.object_patches[name] = patch.inner
-
-
-class LeaveOtherModels:
-    """Takes our wrappers out of a clone that has a model of its own, for instance on another GPU.
-
-    A wrapper runs one network. ComfyUI copies it to such a clone with all other object patches
-    (`ModelPatcher.deepclone_multigpu`, and `match_multigpu_clones` before each sampling).
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` tells the person, once."""
-        self._tell = tell
-        self._has_told = False
-
-    def __call__(self, patcher: Any, clone: Any) -> None:
-        if clone.model is patcher.model:
-            return
-        take_ours_out(clone)
-        if not self._has_told:
-            self._has_told = True
-            self._tell(say("The copy of this model on another device runs uncompiled."))
 
 
 def _own_containers(options: Any) -> Any:

@@ -136,6 +136,7 @@ SETTINGS_FILE = ("default", "comfy.settings.json")
 
 _BEFORE_SAMPLING, _AFTER_SAMPLING, _AFTER_CLONE = "ON_PRE_RUN", "ON_CLEANUP", "ON_CLONE"
 _AFTER_UNLOADING, _AROUND_SAMPLING = "ON_DETACH", "OUTER_SAMPLE"
+_FOR_COPIES = "ON_DEEPCLONE_MULTIGPU", "ON_MATCH_MULTIGPU_CLONES"
 
 NO_SCOPES = "disable_comfy_compiler"
 """The option (0.34 on) without which ComfyUI records the allocations of a step and replays their places.
@@ -318,6 +319,25 @@ def call_after_clone(patcher: Any, key: str, function: Callable[[Any, Any], None
         patcher.add_callback_with_key(moment, key, function)
 
 
+def announces_copies() -> bool:
+    """Whether ComfyUI (0.33 on) says when it has made a copy of a patcher for another device."""
+    names = find("comfy.patcher_extension.CallbacksMP")
+    return all(hasattr(names, name) for name in _FOR_COPIES)
+
+
+def call_for_copies(patcher: Any, key: str, function: Callable[[Any, Any], None]) -> None:
+    """Have a function called with a patcher and each copy of it for another device, if this ComfyUI says so."""
+    if announces_copies():
+        for name in _FOR_COPIES:
+            moment = getattr(find("comfy.patcher_extension.CallbacksMP"), name)
+            patcher.add_callback_with_key(moment, key, function)
+
+
+def copies_of(patcher: Any) -> list[Any]:
+    """Return the copies of a patcher that run beside it on other devices."""
+    return list(getattr(patcher, "get_additional_models_with_key", lambda key: ())("multigpu"))
+
+
 def call_around_samplings(patcher: Any, key: str, begin: Callable | None, end: Callable | None) -> None:
     """Have functions called with the patcher when a sampling begins and ends. Needs `announces_samplings`."""
     for moment, function in zip(_moments(), (begin, end)):
@@ -347,7 +367,7 @@ def wrap_samplings(patcher: Any, key: str, function: Callable, unloaded: Callabl
 def forget_callbacks(patcher: Any, key: str) -> None:
     """Take out the functions that were added with a key."""
     names = find("comfy.patcher_extension.CallbacksMP")
-    others = [getattr(names, name, None) for name in (_AFTER_CLONE, _AFTER_UNLOADING)]
+    others = [getattr(names, name, None) for name in (_AFTER_CLONE, _AFTER_UNLOADING, *_FOR_COPIES)]
     for moment in (*_moments(), *others) if hasattr(patcher, "remove_callbacks_with_key") else ():
         if moment is not None:
             patcher.remove_callbacks_with_key(moment, key)

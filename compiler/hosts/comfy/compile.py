@@ -8,6 +8,7 @@ are, and ComfyUI takes the patch out again when it unloads the clone.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from ...common.words import say
@@ -16,6 +17,7 @@ from ...runtime.compiled_model import CompiledModel
 from . import comfy_compat, synthetic_calls, synthetic_prompts
 from .coexistence import clone_without_ours
 from .install import PatchedNetwork, install, lists_encoder
+from .other_devices import device_of
 from .request import ANYTHING, Request
 from .rules.host import HOST
 from .texts import network_kind, no_network_text
@@ -33,9 +35,7 @@ def compile_model(patcher: Any, request: Request = ANYTHING) -> tuple[Any, str]:
     if network is None:
         return patcher, say("Not compiled: {name} has no diffusion model", name=type(patcher.model).__name__)
     clone = clone_without_ours(patcher)
-    calls = {"forward": synthetic_calls.SamplingCall(clone, HOST)}
-    kind = network_kind(clone.model)
-    text = install(PatchedNetwork(clone, network, "diffusion_model.", calls, patcher.load_device, kind), request)
+    text = install(_sampled(clone), request)
     return (clone if graphs_in_use(clone) is not None else patcher), text
 
 
@@ -55,9 +55,7 @@ def compile_vae(vae: Any, request: Request = ANYTHING, encode: bool | None = Fal
         encode = lists_encoder(network, [*request.graphs, *request.listed, *request.left])
     clone = copy.copy(vae)
     clone.patcher = clone_without_ours(vae.patcher)
-    methods = ("decode", "encode") if encode else ("decode",)
-    calls = {method: synthetic_calls.coding_call(vae, method) for method in methods}
-    text = install(PatchedNetwork(clone.patcher, network, "", calls, vae.device, "VAE"), request)
+    text = install(_coding(clone, ("decode", "encode") if encode else ("decode",)), request)
     return (clone if graphs_in_use(clone.patcher) is not None else vae), text
 
 
@@ -103,6 +101,25 @@ def compile_clip(clip: Any, request: Request = ANYTHING) -> tuple[Any, str]:
 def _missing_of_clip(clip: Any) -> str:
     own = comfy_compat.missing(clip, comfy_compat.CLIP_NEEDS)
     return own or comfy_compat.missing(clip.patcher, comfy_compat.PATCHER_NEEDS)
+
+
+def _sampled(patcher: Any) -> PatchedNetwork:
+    """Return the network of a ModelPatcher that samples."""
+    calls = {"forward": synthetic_calls.SamplingCall(patcher, HOST)}
+    network, kind = patcher.model.diffusion_model, network_kind(patcher.model)
+    return PatchedNetwork(patcher, network, "diffusion_model.", calls, device_of(patcher), kind, _sampled)
+
+
+def _coding(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
+    """Return the network of a VAE whose patcher is ours."""
+    calls = {method: synthetic_calls.coding_call(vae, method) for method in methods}
+
+    def for_copy(patcher: Any) -> PatchedNetwork:
+        copied = copy.copy(vae)
+        copied.patcher, copied.first_stage_model, copied.device = patcher, patcher.model, device_of(patcher)
+        return _coding(copied, methods)
+
+    return PatchedNetwork(vae.patcher, vae.first_stage_model, "", calls, vae.device, "VAE", for_copy)
 
 
 def _missing_of_vae(vae: Any) -> str:

@@ -34,7 +34,6 @@ from ...tracing.shape_discovery import ModelCall
 from . import comfy_compat, process, synthetic_calls
 from .coexistence import (
     CALLBACKS_KEY,
-    LeaveOtherModels,
     foreign_forward,
     free_regions,
     is_reached,
@@ -42,6 +41,7 @@ from .coexistence import (
     tidy_after,
 )
 from .low_rank import LowRankBranches
+from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, take_turns
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
@@ -68,6 +68,8 @@ class PatchedNetwork:
     device: torch.device
     kind: str
     """What people call the network in a workflow."""
+    for_copy: Callable[[Any], PatchedNetwork] | None = None
+    """Returns the same of a copy of the patcher, which runs another network on another device."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,28 @@ class Built:
     status: Status
 
 
+@dataclass(frozen=True)
+class Made:
+    """What is compiled for one network, to be put into each patcher that runs it."""
+
+    chosen: Chosen
+    built: Built
+    branches: LowRankBranches | None
+
+
 class Status:
     """Tells a person how a compiled model stands. Holds neither the model nor its wrappers."""
 
-    def __init__(self, request: Request, left: Sequence[Words], samples: bool) -> None:
-        """`samples` says that calls of the network are steps of a sampling."""
+    def __init__(self, request: Request, left: Sequence[Words], samples: bool, of: Status | None = None) -> None:
+        """`samples` says that calls of the network are steps of a sampling. `of` is that of the model copied."""
+        self.of = of
         self.refused: Sequence[str] = ()
         """Why graphs of a file cannot serve here."""
         self.branches: LowRankBranches | None = None
         """What runs LoRAs beside quantised weights, if somebody asked for that."""
+        self.copies: dict[torch.device, Status] = {}
+        """How the copies on other devices stand."""
+        self.others: OtherDevices | None = None
         self._request = request
         self._left = left
         self._samples = samples
@@ -126,7 +141,9 @@ class Status:
         is_busy = compiled.background is not None and compiled.background.is_busy
         stands = status_text(compiled.summary(), self._request.source, is_busy, self._samples)
         steps = next((line for each in self._alive() if (line := capture_line(each))), "")
-        self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left])
+        beside = [lines_of(text, device) for device, each in self.copies.items() if (text := each.text())]
+        beside += self.others.lines() if self.others else []
+        self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left, *beside])
         return self._told
 
     def counts(self) -> str:
@@ -138,7 +155,9 @@ class Status:
 
     def tell(self, line: str = "") -> None:
         """Tell how things stand now, and this besides."""
-        if text := self.text():
+        if self.of is not None:
+            self.of.tell(line)
+        elif text := self.text():
             log.info("Node %s: %s", self._request.node_id, self.counts())
             self._request.on_change(join([text, line]))
 
@@ -148,6 +167,9 @@ class Status:
 
     def tell_news(self) -> None:
         """Tell how things stand now if that is news, or if another workflow runs the model than before."""
+        if self.of is not None:
+            self.of.tell_news()
+            return
         before = self._told, self._workflow
         self._workflow = self._request.workflow()
         if (self.text(), self._workflow) != before:
@@ -155,24 +177,70 @@ class Status:
 
 
 def install(target: PatchedNetwork, request: Request) -> str:
-    """Compile a network and put the graphs into its patcher; return what to tell the person."""
+    """Compile a network and put the graphs into its patcher; return what to tell the person.
+
+    Copies of the patcher for other devices follow, those that it has and those that ComfyUI will make.
+    """
+    made = _make(target, request)
+    if isinstance(made, Refused):
+        return say("Not compiled: {reason}", reason=made.reason)
+    _put_in(target, request, made)
+    status = made.built.status
+    log.info("Node %s: %s", request.node_id, status.counts())
+    others = status.others = _other_devices(target, request, status)
+    others.follow(target.patcher)
+    others.compile_those_of(target.patcher)
+    return status.text()
+
+
+def _make(target: PatchedNetwork, request: Request, of: Status | None = None) -> Made | Refused:
+    """Compile a network; `of` is the status of the one that it is a copy of."""
     chosen = _choose(target, request)
     if isinstance(chosen, Refused):
-        return say("Not compiled: {reason}", reason=chosen.reason)
+        return chosen
     if chosen.only_loads:
         request = replace(request, background=False)  # there is nothing to do beside the model
     branches = _branches(target, request, chosen)
     # What compiles in the background sees the branches of the calls that ask for it.
     with branches.ahead(target.patcher) if branches and not request.background else nullcontext():
-        built = _build(target, request, chosen)
+        built = _build(target, request, chosen, of)
         _compile(target, request, built)
         if chosen.only_loads and not built.compiled.graphs():
-            return say("Not compiled: {reason}", reason=chosen.only_loads)
-        _attach(target, request, chosen, built)
-    if branches is not None:
-        _attach_branches(target, built, branches)
-    log.info("Node %s: %s", request.node_id, built.status.counts())
-    return built.status.text()
+            return Refused(chosen.only_loads)
+        return Made(chosen, built, branches)
+
+
+def _put_in(target: PatchedNetwork, request: Request, made: Made) -> None:
+    """Put what was compiled for a network into a patcher that runs it."""
+    _attach(target, request, made.chosen, made.built)
+    if made.branches is not None:
+        _attach_branches(target, made.built, made.branches)
+
+
+def _other_devices(target: PatchedNetwork, request: Request, status: Status) -> OtherDevices[Made]:
+    """Return what compiles the copies of a patcher."""
+    for_copy = target.for_copy
+    if for_copy is None:
+        return OtherDevices(None, lambda patcher: patcher.model, status.tell)
+
+    def compile_copy(patcher: Any) -> Made | Uncompiled:
+        copied = for_copy(patcher)
+        made = _make(copied, request, status)
+        if isinstance(made, Refused):
+            return Uncompiled(made.reason)
+        status.copies[copied.device] = made.built.status
+        log.info("Node %s, %s: %s", request.node_id, copied.device, made.built.status.counts())
+        return made
+
+    def put_in(patcher: Any, made: Made) -> None:
+        _put_in(for_copy(patcher), request, made)
+
+    def leave(patcher: Any) -> None:
+        copied = for_copy(patcher)
+        if copied.prefix:  # what samples, and may do so beside others
+            take_turns(patcher, copied.network, f"{copied.prefix}forward")
+
+    return OtherDevices(Steps(compile_copy, put_in, leave), lambda patcher: for_copy(patcher).network, status.tell)
 
 
 def lists_encoder(network: nn.Module, listed: Sequence[GraphIdentity]) -> bool:
@@ -230,9 +298,10 @@ def _consists_of_others(weight: torch.Tensor) -> bool:
         return True
 
 
-def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:
+def _build(target: PatchedNetwork, request: Request, chosen: Chosen, of: Status | None) -> Built:
     """Return the compiled model, with what takes the place of the network's methods."""
-    status, registry = Status(request, chosen.left, bool(target.prefix)), process.registry()
+    status = Status(request, () if of else chosen.left, bool(target.prefix), of)
+    registry = process.registry()
     compiles_later = request.background and registry.cache.workers is not None
     options = Options(request.verify, Background(status.tell, HOST) if compiles_later else None, status.tell)
     place = Target(target.device, chosen.backend, HOST)
@@ -240,6 +309,7 @@ def _build(target: PatchedNetwork, request: Request, chosen: Chosen) -> Built:
     wrappers = [_wrapper(target, method, compiled) for method in target.calls]
     for each in wrappers:
         status.follow(each)
+        tidy_after(each, target.network, each.method)
     return Built(compiled, wrappers, status)
 
 
@@ -286,15 +356,14 @@ def _compile_ahead(
 def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Built) -> None:
     """Put the wrappers into the patcher, and have it say when it samples."""
     forwards = built.compiled.forwards()
-    play = _role(request, target.kind, built.compiled)
+    play = _role(request, target, built)
     for each in built.wrappers:
+        each.inner = foreign_forward(target.patcher, target.network, target.prefix + each.method, each.method)
         each.on_call = play
         if isinstance(each, VAEWrapper):
             each.on_broken = built.status.tell_broken
         each.install_while_running(forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
-        tidy_after(each, target.network, each.method)
-    comfy_compat.call_after_clone(target.patcher, CALLBACKS_KEY, LeaveOtherModels(built.status.tell))
     if target.prefix and comfy_compat.announces_samplings(target.patcher):
         _announce_samplings(target, built)
         _arrange_weights(target, chosen, built)
@@ -367,13 +436,14 @@ def _call_around_samplings(
     )
 
 
-def _role(request: Request, kind: str, compiled: CompiledModel) -> Callable[[], None]:
+def _role(request: Request, target: PatchedNetwork, built: Built) -> Callable[[], None]:
     """Return what to call when the model runs, so that the registry knows which workflows run it."""
-    reference, registry = weakref.ref(compiled), process.registry()
+    reference, registry = weakref.ref(built.compiled), process.registry()
+    name = f"{request.node_id}:{target.kind}" + (f" {target.device}" if built.status.of else "")
 
     def play() -> None:
         if model := reference():
-            registry.assign(request.workflow(), f"{request.node_id}:{kind}", model)
+            registry.assign(request.workflow(), name, model)
 
     return play
 

@@ -125,7 +125,7 @@ def test_dropped_graphs_come_back_from_the_store(tmp_path, monkeypatch):
 
 def test_jobs_run_outside_of_inference_mode(registry):
     with torch.inference_mode():
-        assert registry.cache.run("mode", torch.is_inference_mode_enabled) is False
+        assert registry.cache.run("mode", torch.is_inference_mode_enabled, torch.device("cpu")) is False
         assert obtain(registry, transformer())[1] == "compiled"
 
 

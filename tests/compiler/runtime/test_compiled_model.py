@@ -23,6 +23,7 @@ from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_manife
 from compiled_graphs.compiler.storage.store import FolderStore
 from compiled_graphs.compiler.storage.trust import Trust
 from compiled_graphs.compiler.tracing.shape_discovery import SMALL
+from compiled_graphs.compiler.tracing.side_effects import turns
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -809,3 +810,25 @@ def test_a_cancelled_list_keeps_what_is_done(registry):
     with pytest.raises(Cancelled):
         compiled.compile_listed(graphs)
     assert compiled.counters.compiles == 0
+
+
+def test_calls_on_two_devices_run_at_the_same_time():
+    """Each block waits until the other network is in one: no lock is held over a call."""
+    networks, meet, results = [transformer(), transformer()], threading.Barrier(2), []
+    for network in networks:
+        compile_network(network, Registry(), verify=False)
+    for network in networks:
+        forward = network.blocks[0].forward
+        network.blocks[0].forward = lambda x, forward=forward: (meet.wait(), forward(x))[1]
+    x = torch.randn(2, 9, WIDTH)
+
+    def run(network):
+        with torch.no_grad(), entered(RunningCall(None)), turns.shared():
+            results.append(network(x))
+
+    threads = [threading.Thread(target=run, args=(network,)) for network in networks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2

@@ -186,3 +186,82 @@ def test_exclusive_turn_waits_for_a_running_call():
     caller.join()
     looker.join()
     assert order == ["call", "ahead"]
+
+
+def test_a_call_that_looks_ahead_waits_for_calls_on_other_devices():
+    turns, order, inside, go = _Turns(), [], threading.Event(), threading.Event()
+
+    def call():
+        with turns.shared():
+            inside.set()
+            go.wait()
+            order.append("other device")
+
+    def call_and_look_ahead():
+        with turns.shared():
+            go.set()
+            with turns.alone(), turns.shared(), turns.given_up(), turns.alone():  # what it calls meanwhile is its own
+                order.append("ahead")
+            order.append("call")
+
+    other, looker = threading.Thread(target=call), threading.Thread(target=call_and_look_ahead)
+    other.start()
+    inside.wait()
+    looker.start()
+    looker.join()
+    other.join()
+    assert order == ["other device", "ahead", "call"]
+    with turns.alone():  # every turn was given back
+        pass
+
+
+def test_two_calls_may_look_ahead_at_the_same_time():
+    turns, order, both = _Turns(), [], threading.Barrier(2)
+
+    def call():
+        with turns.shared():
+            both.wait()
+            with turns.alone():
+                order.append("begin")
+                order.append("end")
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order == ["begin", "end"] * 2
+
+
+def test_a_call_that_waits_for_a_job_lets_others_look_ahead():
+    turns = _Turns()
+    ahead = []
+
+    def look_ahead():
+        with turns.alone():
+            ahead.append(True)
+
+    with turns.shared(), turns.given_up():
+        looker = threading.Thread(target=look_ahead)
+        looker.start()
+        looker.join()
+    assert ahead
+
+
+def test_threads_that_keep_random_numbers_do_not_restore_what_others_drew():
+    before, inside, go = random.getstate(), threading.Event(), threading.Event()
+
+    def keep():
+        with same_random_numbers(torch.device("cpu")):
+            random.random()
+            inside.set()
+            go.wait()
+
+    other = threading.Thread(target=keep)
+    other.start()
+    inside.wait()
+    with same_random_numbers(torch.device("cpu")):  # begins with the other one's numbers drawn
+        random.random()
+        go.set()
+        other.join()
+    assert random.getstate() == before
