@@ -281,7 +281,7 @@ class GraphSupply:
             failed.append((graph, foreign))
             return False
         try:
-            kind.add(graph.signature, self._cache.add_loaded(graph, self._requester, target.device))
+            kind.add(graph.signature, self._cache.add_loaded(graph, self._requester, self._kinds.target.device))
             self._loaded.add(graph.fingerprint)
         except Exception as error:
             failed.append((graph, say("not loaded ({error})", error=one_line(error))))
