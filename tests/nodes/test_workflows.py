@@ -150,7 +150,8 @@ PASSED_ON = {
     "CG_CompileModel": ["model"],
     "CG_VAESpeedup": ["vae"],
     "CG_ControlNetSpeedup": ["control_net"],
-    "CG_LoadGraph": ["model", "vae", "control_net"],
+    "CG_CLIPSpeedup": ["clip"],
+    "CG_LoadGraph": ["model", "vae", "control_net", "clip"],
 }
 """For each of our nodes, the input that each of its outputs passes on."""
 CHUNKED = {

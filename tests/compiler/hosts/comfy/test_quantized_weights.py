@@ -150,13 +150,23 @@ def test_weights_changed_at_the_call_are_dequantised_by_the_host(flux, registry)
     assert sum(eager.values()) == 2  # one block of four, in two steps
 
 
-def test_a_node_that_sets_the_dtype_has_the_host_dequantise(flux, registry):
+def test_a_node_that_sets_the_dtype_has_the_host_dequantise(native, flux, registry):
     model = flux("float8_e4m3fn").clone()
     model.set_model_compute_dtype(torch.float32)
     ours = compiled(model)
     before = totals.eager_calls.copy()
     assert error(sampled(ours), sampled(model)) < 1e-5
     assert Reason(ReasonCode.WEIGHT_FUNCTION, "comfy_force_cast_weights") in totals.eager_calls - before
+
+
+def test_where_layers_dequantise_in_any_case_a_node_that_sets_the_dtype_changes_nothing(flux, registry):
+    model = flux("float8_e4m3fn", full_precision_matrix_mult=True).clone()
+    model.set_model_compute_dtype(torch.float32)
+    ours = compiled(model)
+    before = totals.eager_calls.copy()
+    assert error(sampled(ours), sampled(model)) < 1e-5
+    assert model.model.diffusion_model.double_blocks[0].img_attn.qkv.comfy_force_cast_weights
+    assert totals.eager_calls == before
 
 
 @pytest.mark.parametrize(
