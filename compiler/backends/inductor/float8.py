@@ -54,13 +54,10 @@ class Float8Backend(InductorBackend):
     name = "inductor_fp8"
     rounds = True
 
-    def available(self, device: torch.device) -> str | None:
+    def loads(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
             return "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
-        return missing(*FOR_FLOAT8) or super().available(device)
-
-    def loads(self, device: torch.device) -> str | None:
-        return self.available(device)
+        return missing(*FOR_FLOAT8) or super().loads(device)
 
     def compile(self, exported: ExportedRegion) -> Float8Executable:
         count = quantize_linears(exported.program.graph_module)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
-from compiled_graphs.compiler.backends.inductor import InductorBackend
+from compiled_graphs.compiler.backends.inductor import InductorBackend, backend
 from compiled_graphs.compiler.backends.inductor.float8 import (
     FEWEST_ROWS,
     Float8Backend,
@@ -27,6 +27,16 @@ BACKEND = Float8Backend()
 on_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or BACKEND.available(torch.device("cuda")) is not None, reason="no GPU with float8"
 )
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (8, 6)])
+def test_it_is_for_gpus_from_ada_on(capability, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend, "_missing_for_cuda", lambda device: None)
+    device = torch.device("cuda")
+    answers = {BACKEND.loads(device), BACKEND.available(device)}
+    assert len(answers) == 1
+    assert ("Ada" in (answers.pop() or "")) == (capability < (8, 9))
 
 
 class Layers(nn.Module):
