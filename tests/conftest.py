@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in (name for name, is_needed in needed.items() if is_needed):
             item.add_marker(name)
     _skip_without_oneflow(items)
-
-
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what was imported, which stays: a search of it takes half a second."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
