@@ -120,7 +120,7 @@ def test_a_model_may_be_compiled_on_its_selected_device(model, sample, eager_ima
 def test_a_device_without_graphs_runs_uncompiled_and_says_why(model, sample, eager_image, registry, monkeypatch):
     told, choose = [], install.choose_backend
     ours = compiled(model, on_change=told.append)
-    monkeypatch.setattr(install, "choose_backend", lambda name, device: (None, "this GPU is too old"))
+    monkeypatch.setattr(install, "choose_backend", lambda name, device, only_loads: (None, "this GPU is too old"))
     ours = split(ours)
     monkeypatch.setattr(install, "choose_backend", choose)
     assert_alike(sample(ours, "tiny_sd15", steps=2), eager_image)
