@@ -327,7 +327,7 @@ def announces_copies() -> bool:
 
 def call_for_copies(patcher: Any, key: str, function: Callable[[Any, Any], None]) -> None:
     """Have a function called with a patcher and each copy of it for another device, if this ComfyUI says so."""
-    if announces_copies():
+    if announces_copies() and hasattr(patcher, "add_callback_with_key"):
         for name in _FOR_COPIES:
             moment = getattr(find("comfy.patcher_extension.CallbacksMP"), name)
             patcher.add_callback_with_key(moment, key, function)
