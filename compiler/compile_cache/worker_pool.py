@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -248,17 +249,24 @@ class Workers:
         return process
 
     def _forked(self) -> Channel | None:
-        """Return a worker process that the template has forked, or None if there is no template that is ready."""
+        """Return a worker process that the template has forked, or None if there is no template.
+
+        A template that is still importing is waited for: a new process would have to import it all as well.
+        """
         if self._template is None:
             return None
+        start = time.perf_counter()
         try:
-            if not self._template.is_ready():
-                return None
-            self._end_template_when_idle()
-            return self._template.fork()
-        except OSError:
+            if not self._template.is_ready(START_LIMIT):
+                raise TimeoutError
+            channel = self._template.fork()
+        except OSError as error:
+            log.info("Workers import what they need themselves: the template process cannot be used (%r).", error)
             self.stop_template()
             return None
+        self._end_template_when_idle()
+        log.debug("A worker was forked after %.1f s.", time.perf_counter() - start)
+        return channel
 
     def _end_template_when_idle(self) -> None:
         if self._template_timer is not None:

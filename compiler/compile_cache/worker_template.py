@@ -1,7 +1,7 @@
 """A template process imports what worker processes need, and forks them: the imports take longer than most compiles.
 
 It starts with ComfyUI's server, so it is ready when the first prompt is queued. It holds no GPU memory: a process that
-has begun to use CUDA cannot be forked. Linux only. Elsewhere, and until it is ready, each worker imports for itself.
+has begun to use CUDA cannot be forked. Linux only. Elsewhere each worker imports for itself.
 
 Torch's own compile workers are forked in the same way (`torch._inductor.compile_worker`).
 """

@@ -92,10 +92,21 @@ def test_a_forked_worker_makes_the_same_graph(workers, spawned):
     assert forked == made(None)
 
 
-def test_a_template_that_is_not_ready_is_not_waited_for(workers, spawned, monkeypatch):
+def test_a_template_that_is_still_importing_is_waited_for(spawned, monkeypatch):
+    monkeypatch.setattr(worker_pool, "_has_memory_for_template", lambda: True)
+    workers = Workers(setup, Host(), count=2)
+    workers.start_template("eager", CPU)
+    made(workers)
+    assert not spawned
+    workers.stop()
+    workers.stop_template()
+
+
+def test_a_template_that_takes_too_long_is_given_up(workers, spawned, monkeypatch):
     monkeypatch.setattr(Template, "is_ready", lambda template, seconds=0.0: False)
     made(workers)
     assert len(spawned) == 1
+    assert workers._template is None
 
 
 def test_a_worker_that_takes_too_long_is_ended(workers, spawned, monkeypatch):

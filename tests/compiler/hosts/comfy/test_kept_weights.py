@@ -74,6 +74,21 @@ def test_what_stays_is_copied_once(half_full, plain, sample, vbar, monkeypatch):
     assert 0 < sum(made is not None for made in asked) <= 2 * len(wanted), "the plan may grow once"
 
 
+def test_a_region_that_runs_longer_brings_more(half_full, plain, sample, vbar, monkeypatch):
+    def kept_bytes():
+        return sum(vars(layer)["_v"][2] for layer in longer.layers() if id(vars(layer)) in kept_of(half_full)._wanted)
+
+    assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
+    weights = streamed_weights.weights_of(half_full.model.diffusion_model, torch.device("cpu"), HOST)
+    longer = max(weights.ahead.order(), key=lambda source: source.size)
+    before = kept_bytes()
+    assert before > 0
+    seconds = property(lambda source: 100.0 if source is longer else 1.0)
+    monkeypatch.setattr(streamed_weights.StreamedSource, "seconds", seconds)
+    assert_image(sample, half_full, plain, vbar, seed=2, steps=3)
+    assert kept_bytes() < before
+
+
 def test_weights_that_fit_again_are_left_to_their_pages(half_full, plain, sample, vbar):
     assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
     assert kept_of(half_full)._wanted
