@@ -2,7 +2,7 @@
 
 Somebody who has compiled here before will want those graphs again. Loading them takes seconds, with what they import,
 and these pass while the browser opens the workflow. Where nothing was ever compiled, nothing is imported here. On a GPU
-a process beside this one imports what compiling needs, so that a first compile does not wait for it.
+a process beside this one imports what compiling needs, so that a first compile waits less.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Worker processes compile several regions at once, and keep compiling out of the process that makes images.
 
 They start when graphs are missing, or earlier, while a host loads its checkpoint. A template process that has imported
-what they need makes that quick (`worker_template`). They end after some idle time. They
-also end with this process, because that closes their standard input.
+what they need makes that quick (`worker_template`). They end after some idle time. They also end with this process,
+because that closes what they read from.
 """
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ import io
 import logging
 import os
 import pickle
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..common import boot
 from ..common.host import Host
 from ..common.jobs import CompileTimeout, compile_limit
 from ..common.reason import ReasonCode, ReasonedError
 from ..identity.graph_spec import GraphSpec
 from ..tracing.graph_request import GraphRequest
 from ..tracing.weightless_copy import weightless_copy
+from .worker_channel import Channel, spawned
 from .worker_main import CompileRequest, CompileResult, Setup, receive, send, send_bytes
-from .worker_template import Channel, Template, is_supported
+from .worker_template import Template, is_supported
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +41,10 @@ PLENTY = 16 * 2**30
 """With this many free bytes on a GPU, idle processes may stay. Each takes 0.7 GiB of it."""
 MEMORY = 2 * 2**30
 """Bytes of main memory that one process may need. It may need as much of a GPU's memory."""
-
-_PACKAGE = __name__.partition(".compiler.")[0]
-"""This package's name. In ComfyUI that is the name of its folder."""
-_FOLDER = Path(__file__).resolve().parents[2]
-
-
 TEMPLATE_IDLE = 900.0
 """The template process ends after this many seconds in which it forked nothing."""
 TEMPLATE_MEMORY = 12 * 2**30
-"""With fewer free bytes of main memory there is no template process. It takes 0.7 GiB."""
+"""With fewer free bytes of main memory there is no template process. It took 0.45 GiB with a torch for CPUs."""
 START_LIMIT = 120.0
 """Seconds that a forked process may take for its start and its first graph. Then workers are started anew."""
 
@@ -65,17 +55,6 @@ class _Doubtful(Exception):
 
 class WorkerError(ReasonedError):
     """No worker process could compile the region. This process may still be able to."""
-
-
-def _spawned() -> Channel:
-    """Return a new worker process that imports everything itself."""
-    environment = boot.environment(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
-    command = boot.command(sys.executable, _PACKAGE, _FOLDER, "compiler.compile_cache.worker_main")
-    flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, creationflags=flags
-    )
-    return Channel(process.pid, process.stdout, process.stdin, kill=process.kill, wait=process.wait)
 
 
 class _Process:
@@ -201,14 +180,13 @@ class Workers:
     def _ask(self, order: bytes, backend: str, device: torch.device) -> CompileResult:
         """Have a process answer. Raises _Doubtful if one that was forked could not even start."""
         process = self._take(backend, device)
-        is_doubtful = process.is_doubtful
+        limit = min(START_LIMIT, compile_limit()) if process.is_doubtful else compile_limit()
         try:
-            made = process.ask(order, min(START_LIMIT, compile_limit()) if is_doubtful else compile_limit())
+            made = process.ask(order, limit)
         except BaseException as error:
             self._give_back(None)
-            is_doubtful = process.is_doubtful
             process.end()
-            if is_doubtful and isinstance(error, WorkerError | CompileTimeout):
+            if process.is_doubtful and isinstance(error, WorkerError | CompileTimeout):
                 raise _Doubtful from error
             raise
         self._give_back(process)
@@ -244,7 +222,7 @@ class Workers:
             self._change.notify()
 
     def _start_process(self, backend: str, device: torch.device) -> _Process:
-        process = _Process(self._setup(backend, device), self._forked() or _spawned())
+        process = _Process(self._setup(backend, device), self._forked() or spawned())
         self._running += 1
         return process
 
@@ -255,7 +233,6 @@ class Workers:
         """
         if self._template is None:
             return None
-        start = time.perf_counter()
         try:
             if not self._template.is_ready(START_LIMIT):
                 raise TimeoutError
@@ -265,7 +242,6 @@ class Workers:
             self.stop_template()
             return None
         self._end_template_when_idle()
-        log.debug("A worker was forked after %.1f s.", time.perf_counter() - start)
         return channel
 
     def _end_template_when_idle(self) -> None:

@@ -8,7 +8,6 @@ Torch's own compile workers are forked in the same way (`torch._inductor.compile
 
 from __future__ import annotations
 
-import array
 import importlib
 import os
 import select
@@ -17,11 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -29,27 +24,12 @@ from ..backends import BACKENDS
 from ..backends.cuda_warmup import Example
 from ..common import boot
 from ..tracing.operators import register_operators
+from .worker_channel import ENVIRONMENT, Channel, command
 from .worker_main import Setup, absolute_entries, receive, send, serve
 
-_PACKAGE = __name__.partition(".compiler.")[0]
-_FOLDER = Path(__file__).resolve().parents[2]
 _READY, _FORK, _END = b"r", b"f", b"e"
 _MESSAGE = struct.Struct("<cq")
 """A command, and the number of a process."""
-
-
-@dataclass(frozen=True)
-class Channel:
-    """A worker process, as the process that started it sees it."""
-
-    pid: int
-    source: BinaryIO
-    target: BinaryIO
-    kill: Callable[[], None]
-    """Kill it, and leave the pipes open: whoever reads from them sees their end."""
-    wait: Callable[[], object]
-    """Have it forgotten by the system, once it has ended."""
-    is_forked: bool = False
 
 
 class Template:
@@ -58,15 +38,12 @@ class Template:
     def __init__(self, setup: Setup) -> None:
         """Start the process. Raises OSError."""
         self._control, theirs = socket.socketpair()
-        environment = boot.environment(
-            TORCHINDUCTOR_COMPILE_THREADS="1",
-            OMP_NUM_THREADS="1",
-            PYTORCH_NVML_BASED_CUDA_CHECK="1",  # the other way to see whether there is a GPU begins to use it
-        )
+        # The other way to see whether there is a GPU begins to use it.
+        environment = boot.environment(**ENVIRONMENT, PYTORCH_NVML_BASED_CUDA_CHECK="1")
         with theirs:
             fd = theirs.fileno()
-            command = boot.command(sys.executable, _PACKAGE, _FOLDER, "compiler.compile_cache.worker_template", str(fd))
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=(fd,))
+            line = command("worker_template", str(fd))
+            self._process = subprocess.Popen(line, stdin=subprocess.PIPE, env=environment, pass_fds=(fd,))
         self._is_ready = False
         send(self._process.stdin, setup)
 
@@ -87,14 +64,12 @@ class Template:
         """Return a new worker process. Raises OSError if the template has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
-            fds = array.array("i", [theirs.fileno()])
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
-            self._control.sendmsg([_MESSAGE.pack(_FORK, 0)], ancillary)
-            answer = _received(self._control)
-        if answer is None:
-            raise ConnectionError("the template process has ended")
-        pid = _MESSAGE.unpack(answer)[1]
+            socket.send_fds(self._control, [_MESSAGE.pack(_FORK, 0)], [theirs.fileno()])
+            answer = self._control.recv(_MESSAGE.size, socket.MSG_WAITALL)
         with ours:
+            if len(answer) < _MESSAGE.size:
+                raise ConnectionError("the template process has ended")
+            pid = _MESSAGE.unpack(answer)[1]
             pipes = ours.makefile("rb"), ours.makefile("wb")
 
         def end() -> None:
@@ -115,8 +90,8 @@ class Template:
 
 
 def is_supported() -> bool:
-    """Whether processes can be forked here."""
-    return sys.platform == "linux" and hasattr(socket, "SCM_RIGHTS")
+    """Whether processes can be forked here. On macOS, system libraries do not bear it."""
+    return sys.platform == "linux"
 
 
 def main(fd: str) -> None:
@@ -125,16 +100,20 @@ def main(fd: str) -> None:
     os.dup2(2, 1)
     _import_what_workers_need(setup)
     control.sendall(_READY)
-    while (received := _received_with_socket(control)) is not None:
-        (command, pid), theirs = received
-        if command == _END:
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _MESSAGE.size, 1, socket.MSG_WAITALL)
+        if len(message) < _MESSAGE.size:
+            return
+        asked, pid = _MESSAGE.unpack(message)
+        if asked == _END:
             _end(pid)
             continue
+        connection = socket.socket(fileno=fds[0])
         pid = os.fork()
         if pid == 0:
             control.close()
-            _work(theirs)
-        theirs.close()
+            _work(connection)
+        connection.close()
         control.sendall(_MESSAGE.pack(_FORK, pid))
 
 
@@ -167,29 +146,3 @@ def _end(pid: int) -> None:
     with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def _received(control: socket.socket) -> bytes | None:
-    """Return one whole message, or None at the end."""
-    data = b""
-    while len(data) < _MESSAGE.size:
-        part = control.recv(_MESSAGE.size - len(data))
-        if not part:
-            return None
-        data += part
-    return data
-
-
-def _received_with_socket(control: socket.socket) -> tuple[tuple[bytes, int], socket.socket | None] | None:
-    """Return one message and the socket that came with it, or None at the end."""
-    data, ancillary, _, _ = control.recvmsg(_MESSAGE.size, socket.CMSG_SPACE(array.array("i").itemsize))
-    if data and len(data) < _MESSAGE.size:
-        rest = control.recv(_MESSAGE.size - len(data), socket.MSG_WAITALL)
-        data += rest
-    if len(data) < _MESSAGE.size:
-        return None
-    fds = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return _MESSAGE.unpack(data), socket.socket(fileno=fds[0]) if fds else None

@@ -212,9 +212,9 @@ def evenly(regions: Sequence[Sequence[nn.Module]], room: int, seconds: Sequence[
 
     Small layers come first: the fewer layers are left to a region, the fewer copies it waits for.
     """
-    seen: set[int] = set()
-    queues = [sorted((layer for layer in region if not (id(layer) in seen or seen.add(id(layer)))), key=_bytes_in)
-              for region in regions]  # fmt: skip
+    owner = {id(layer): index for index, region in reversed(list(enumerate(regions))) for layer in region}
+    queues = [sorted((layer for layer in region if owner[id(layer)] == index), key=_bytes_in)
+              for index, region in enumerate(regions)]  # fmt: skip
     rests = [_bytes_of(queue) for queue in queues]
     heap = [(-rest / seconds[index], index, 0) for index, rest in enumerate(rests) if rest]
     heapify(heap)

@@ -188,6 +188,7 @@ class Staging:
     """The weights of one region in the ring. They stay until `end`, and until what was launched by then has run."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
+        self._layers = tuple(layers)
         self.pending = deque(layers)
         """Layers whose way has not been chosen yet."""
         self.weights: dict[int, dict[str, Any]] = {}
@@ -210,6 +211,8 @@ class Staging:
 
     def holds(self, layers: Sequence[nn.Module], host: Host, kept: KeptWeights) -> bool:
         """Whether what was staged in an earlier call still is what these layers' code gets."""
+        if list(map(id, layers)) != list(map(id, self._layers)):
+            return False
         for layer in layers:
             weights = self.weights.get(id(vars(layer)))
             if (origin := self.origins.get(id(vars(layer)))) is not None:

@@ -173,12 +173,12 @@ class StreamedWeights:
         finally:
             self.ahead.drop()
             self.ring.end_call(self._plan_what_stays())
-            if self._has_room is False:
-                self.ahead.begin_next_call()
             if is_held:
                 with self._lock:
                     self._running -= 1
                 unpin(self._span)
+        if self._has_room is False:  # not after a call that failed, perhaps for lack of memory
+            self.ahead.begin_next_call()
 
     def give_way(self, size: int) -> bool:
         """After a call has run out of memory, do not hold as many weights for calls of this size again."""

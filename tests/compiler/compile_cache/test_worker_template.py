@@ -20,9 +20,10 @@ from compiled_graphs.compiler.common.jobs import CompileTimeout
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache import worker_pool
 from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
+from compiled_graphs.compiler.compile_cache.worker_channel import Channel
 from compiled_graphs.compiler.compile_cache.worker_main import CompileResult, Setup, send
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
-from compiled_graphs.compiler.compile_cache.worker_template import Channel, Template, is_supported
+from compiled_graphs.compiler.compile_cache.worker_template import Template, is_supported
 from networks import ConvolutionNetwork, variants_of
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="processes are not forked here")
@@ -58,8 +59,8 @@ def workers(template, monkeypatch):
 @pytest.fixture
 def spawned(monkeypatch):
     """How often a process was started that imports everything itself."""
-    made, spawn = [], worker_pool._spawned
-    monkeypatch.setattr(worker_pool, "_spawned", lambda: made.append(1) or spawn())
+    made, spawn = [], worker_pool.spawned
+    monkeypatch.setattr(worker_pool, "spawned", lambda: made.append(1) or spawn())
     return made
 
 
@@ -109,7 +110,7 @@ def test_a_template_that_takes_too_long_is_given_up(workers, spawned, monkeypatc
     assert workers._template is None
 
 
-def test_a_worker_that_takes_too_long_is_ended(workers, spawned, monkeypatch):
+def test_a_worker_that_takes_too_long_is_ended(workers, spawned):
     made(workers)
     (process,) = workers._idle
     with pytest.raises(CompileTimeout):

@@ -78,18 +78,18 @@ def test_what_stays_is_copied_once(half_full, plain, sample, vbar, monkeypatch):
 
 
 def test_a_region_that_runs_longer_brings_more(half_full, plain, sample, vbar, monkeypatch):
-    def kept_bytes():
+    def kept_of_longer():
         return sum(vars(layer)["_v"][2] for layer in longer.layers() if id(vars(layer)) in kept_of(half_full)._wanted)
 
     assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
     weights = streamed_weights.weights_of(half_full.model.diffusion_model, torch.device("cpu"), HOST)
     longer = max(weights.ahead.order(), key=lambda source: source.size)
-    before = kept_bytes()
+    before = kept_of_longer()
     assert before > 0
     seconds = property(lambda source: 100.0 if source is longer else 1.0)
     monkeypatch.setattr(streamed_weights.StreamedSource, "seconds", seconds)
     assert_image(sample, half_full, plain, vbar, seed=2, steps=3)
-    assert kept_bytes() < before
+    assert kept_of_longer() < before
 
 
 def test_weights_that_fit_again_are_left_to_their_pages(half_full, plain, sample, vbar):

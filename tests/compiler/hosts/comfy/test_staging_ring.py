@@ -46,6 +46,28 @@ def stage(ring, layers, is_next=True):
     return staging
 
 
+@pytest.fixture
+def layers(model, sample, registry, vbar):
+    """Layers in pinned memory that have no room in their pages."""
+    sample(compiled(model), "tiny_sd15")
+    pin(model)
+    vbar.evict()
+    vbar.limit = 0
+    return layers_of(model)
+
+
+def opened(size):
+    """Return a ring for regions of this size."""
+    ring = StagingRing(torch.device("cpu"))
+    ring.reserve(size)
+    ring.open()
+    return ring
+
+
+def bytes_in_ring(layers):
+    return sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers)
+
+
 def ring_of(model):
     return streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).ring
 
@@ -100,17 +122,10 @@ def test_a_sampling_without_memory_for_the_ring_goes_on(model, plain, sample, re
     assert_image(sample, ours, plain, vbar, steps=2)
 
 
-def test_nothing_is_overwritten_that_somebody_waits_for(model, sample, registry, vbar, monkeypatch):
-    sample(compiled(model), "tiny_sd15")
-    pin(model)
-    vbar.evict()
-    vbar.limit = 0
-    layers = layers_of(model)[:6]
-    size = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers)
-    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", size // 2)
-    ring = StagingRing(torch.device("cpu"))
-    ring.reserve(size)
-    ring.open()
+def test_nothing_is_overwritten_that_somebody_waits_for(layers, monkeypatch):
+    layers = layers[:6]
+    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", bytes_in_ring(layers) // 2)
+    ring = opened(bytes_in_ring(layers))
     first = stage(ring, layers)
     second = stage(ring, layers)
     assert not first.left
@@ -127,17 +142,10 @@ def test_nothing_is_overwritten_that_somebody_waits_for(model, sample, registry,
     assert third.weights
 
 
-def test_a_later_region_waits_for_room_instead_of_being_left(model, sample, registry, vbar, monkeypatch):
-    sample(compiled(model), "tiny_sd15")
-    pin(model)
-    vbar.evict()
-    vbar.limit = 0
-    layers = layers_of(model)[:6]
-    ring = StagingRing(torch.device("cpu"))
-    size = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers)
-    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", size // 2)
-    ring.reserve(size)
-    ring.open()
+def test_a_later_region_waits_for_room_instead_of_being_left(layers, monkeypatch):
+    layers = layers[:6]
+    monkeypatch.setattr(staging_ring, "AHEAD_BYTES", bytes_in_ring(layers) // 2)
+    ring = opened(bytes_in_ring(layers))
     first, later = stage(ring, layers), stage(ring, layers, is_next=False)
     assert later.weights
     assert later.pending
@@ -149,20 +157,12 @@ def test_a_later_region_waits_for_room_instead_of_being_left(model, sample, regi
         assert torch.equal(later.weights[id(vars(layer))]["_v_weight"], layer.weight)
 
 
-def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
-    sample(compiled(model), "tiny_sd15")
-    pin(model)
-    vbar.evict()
-    vbar.limit = 0
-    layers = layers_of(model)
-    ring = StagingRing(torch.device("cpu"))
-    ring.reserve(2 * staging_ring.AHEAD_BYTES)
-    ring.open()
+def test_the_ring_fits_what_calls_need(layers):
+    ring = opened(2 * staging_ring.AHEAD_BYTES)
     stage(ring, layers[:3]).end()
     ring.end_call()
-    needed = sum(-(-layer._pins["weights"]["pin"].nbytes // 512) * 512 for layer in layers[:3])
     stage(ring, layers[:3]).end()
-    assert ring._memory.numel() == 2 * needed
+    assert ring._memory.numel() == 2 * bytes_in_ring(layers[:3])
     ring.end_call()
     ring.end_call()
     assert ring._memory is None, "a call for which all weights had room keeps no ring"
@@ -176,19 +176,13 @@ def test_the_ring_fits_what_calls_need(model, sample, registry, vbar):
     assert ring._memory is not None, "pages would be filled and emptied again"
 
 
-@pytest.mark.parametrize("change", ["weight_function", "weight_lowvram_function", "pin", "nothing"])
-def test_what_an_earlier_call_staged_is_looked_at_again(change, model, sample, registry, vbar, monkeypatch):
-    sample(compiled(model), "tiny_sd15")
-    pin(model)
-    vbar.evict()
-    vbar.limit = 0
-    layers = layers_of(model)[:3]
-    ring = StagingRing(torch.device("cpu"))
-    ring.reserve(2**24)
-    ring.open()
-    staging = stage(ring, layers)
+@pytest.mark.parametrize("change", ["weight_function", "weight_lowvram_function", "pin", "layers", "nothing"])
+def test_what_an_earlier_call_staged_is_looked_at_again(change, layers, model, monkeypatch):
+    staging, layers = stage(opened(2**24), layers[:3]), layers[:3]
     if change == "pin":
         pin(model)
+    elif change == "layers":
+        layers = layers[:2]
     elif change != "nothing":
         monkeypatch.setattr(layers[1], change, [object()])
     assert staging.holds(layers, HOST, KeptWeights()) == (change == "nothing")

@@ -1,0 +1,50 @@
+"""A worker process as the process that started it sees it, and how one is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ..common import boot
+
+# Each worker compiles on one core: there are several of them.
+ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+_PACKAGE = __name__.partition(".compiler.")[0]
+"""This package's name. In ComfyUI that is the name of its folder."""
+_FOLDER = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A worker process, as the process that started it sees it."""
+
+    pid: int
+    source: BinaryIO
+    target: BinaryIO
+    kill: Callable[[], None]
+    """Kill it, and leave the pipes open: whoever reads from them sees their end."""
+    wait: Callable[[], object]
+    """Have the system forget it, once it has ended."""
+    is_forked: bool = False
+
+
+def spawned() -> Channel:
+    """Return a new worker process that imports everything itself."""
+    process = subprocess.Popen(
+        command("worker_main"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=boot.environment(**ENVIRONMENT),
+        creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+    )
+    return Channel(process.pid, process.stdout, process.stdin, kill=process.kill, wait=process.wait)
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a module of this folder."""
+    return boot.command(sys.executable, _PACKAGE, _FOLDER, f"compiler.compile_cache.{module}", *arguments)
