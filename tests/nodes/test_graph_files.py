@@ -188,7 +188,7 @@ def test_a_workflow_names_the_file_it_means_and_where_it_is_had(server, loading,
 def test_save_with_nothing_connected_writes_nothing(server, graph_files):
     before = sorted(graph_files.rglob("*"))
     prompt = {"9": {"class_type": "CG_SaveGraph", "inputs": {"filename_prefix": "none"}}}
-    assert server.run(prompt)["9"]["text"] == ["Nothing was saved.\nConnect a model, a VAE or a ControlNet."]
+    assert server.run(prompt)["9"]["text"] == ["Nothing was saved.\nConnect a model, a VAE, a ControlNet or a CLIP."]
     assert sorted(graph_files.rglob("*")) == before
 
 

@@ -27,6 +27,7 @@ from ...runtime.compiled_model import CompiledModel, Options
 from ...runtime.cuda_graph import can_capture, capture_within
 from ...runtime.graph_supply import CannotCallAhead
 from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
+from ...runtime.region_forward import RegionForward
 from ...runtime.region_kinds import Target
 from ...runtime.sampling import Announced
 from ...runtime.step_replay import StepReplay
@@ -106,6 +107,7 @@ class Made:
 
     chosen: Chosen
     built: Built
+    forwards: Mapping[str, RegionForward]
     branches: LowRankBranches | None
 
 
@@ -207,12 +209,13 @@ def _make(target: PatchedNetwork, request: Request, of: Status | None = None) ->
         _compile(target, request, built)
         if chosen.only_loads and not built.compiled.graphs():
             return Refused(chosen.only_loads)
-        return Made(chosen, built, branches)
+        # The forwards are made of the network as it was described, with the branches that it had then.
+        return Made(chosen, built, built.compiled.forwards(), branches)
 
 
 def _put_in(target: PatchedNetwork, request: Request, made: Made) -> None:
     """Put what was compiled for a network into a patcher that runs it."""
-    _attach(target, request, made.chosen, made.built)
+    _attach(target, request, made)
     if made.branches is not None:
         _attach_branches(target, made.built, made.branches)
 
@@ -353,16 +356,16 @@ def _compile_ahead(
             log.info("A model is compiled when it first runs; it cannot be called ahead of it: %s", reason)
 
 
-def _attach(target: PatchedNetwork, request: Request, chosen: Chosen, built: Built) -> None:
+def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
     """Put the wrappers into the patcher, and have it say when it samples."""
-    forwards = built.compiled.forwards()
+    chosen, built = made.chosen, made.built
     play = _role(request, target, built)
     for each in built.wrappers:
         each.inner = foreign_forward(target.patcher, target.network, target.prefix + each.method, each.method)
         each.on_call = play
         if isinstance(each, VAEWrapper):
             each.on_broken = built.status.tell_broken
-        each.install_while_running(forwards)
+        each.install_while_running(made.forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
     if target.prefix and comfy_compat.announces_samplings(target.patcher):
         _announce_samplings(target, built)

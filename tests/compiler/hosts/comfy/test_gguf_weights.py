@@ -23,7 +23,7 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 CPU = torch.device("cpu")
-BOUND = 5e-2 if torch.cuda.is_available() else 1e-3
+BOUND = 5e-2 if torch.cuda.is_available() else 2e-3  # weights are dequantised to float16
 SIZES = ({}, {"height": 16, "width": 8}, {"batch": 2, "tokens": 154})
 
 
