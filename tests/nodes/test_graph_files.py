@@ -36,7 +36,8 @@ def saving(workflow):
 def loading(workflow):
     def make(graph, **sampler):
         prompt = workflow(**sampler)
-        prompt["2"] = {"class_type": "CG_LoadGraph", "inputs": {"model": ["1", 0], "vae": ["1", 2], "graph": graph}}
+        inputs = {"model": ["1", 0], "vae": ["1", 2], "graph": graph, "backend": "eager"}
+        prompt["2"] = {"class_type": "CG_LoadGraph", "inputs": inputs}
         next(node for node in prompt.values() if node["class_type"] == "VAEDecode")["inputs"]["vae"] = ["2", 1]
         return prompt
 

@@ -12,6 +12,7 @@ import torch
 from architectures import ELSEWHERE, TABLE, At
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from plain_process import PlainProcess
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -22,15 +23,20 @@ NEWEST = "MiniMaxH3"
 """A class that came with the ComfyUI for which the table says when graphs are made."""
 
 
+@pytest.fixture(scope="module")
+def plain_process(tmp_path_factory):
+    process = PlainProcess(tmp_path_factory.mktemp("plain"))
+    yield process
+    process.stop()
+
+
 @pytest.mark.parametrize("architecture", TABLE, ids=lambda architecture: architecture.name)
-def test_architecture(architecture, registry):
+def test_architecture(architecture, registry, plain_process):
     for cls in (architecture.cls, architecture.since or architecture.cls):
         if not hasattr(comfy.supported_models, cls):
             pytest.skip(f"this ComfyUI has no {cls}")
-    first, *others = (FIRST, OTHER, BATCH) if architecture.batches else (FIRST, OTHER)
-    plain = architecture.patcher()
-    expected = {at: architecture.sample(plain, at) for at in (first, *others)}
-    # A model of its own: sampling plainly first may leave something behind.
+    first, *others = sizes = (FIRST, OTHER, BATCH) if architecture.batches else (FIRST, OTHER)
+    expected = dict(zip(sizes, plain_process.sample(architecture.name, sizes), strict=True))
     ours, text = host.compile_model(architecture.patcher(), host.Request("eager", verify=False))
     counters = ours.object_patches["diffusion_model.forward"].compiled.counters
     ahead = counters.compiles
