@@ -1,6 +1,6 @@
 """A process that samples architectures uncompiled: what it gives is what ComfyUI gives without this extension.
 
-It reads lines of JSON: the row of the table, the sizes, and the file that gets the images. It answers with one line each.
+It reads lines of JSON: the row of the table, the sizes, and the file that gets the images. It answers each with a line.
 """
 
 from __future__ import annotations
