@@ -23,7 +23,7 @@ from .comfy_process import PACKAGE, ComfyError, ComfyProcess, find_comfyui
 from .workflow import NodeTypes, Prompt, WorkflowError, ancestors, is_link, to_prompt
 
 MEGABYTE = 10**6
-SOCKETS = {"MODEL": "model", "VAE": "vae", "CONTROL_NET": "control_net"}
+SOCKETS = {"MODEL": "model", "VAE": "vae", "CONTROL_NET": "control_net", "CLIP": "clip"}
 """Types of what is compiled, and the inputs of our nodes that bring it."""
 OURS = "CG_CompileModel"
 END = "CG_BakeEnd"
@@ -179,7 +179,7 @@ def _bake(
         whole = _prepared(job.prompt(types), types, options.backend)
         ends = _ends(whole, types)
         if not ends:
-            raise WorkflowError("it has no Compile Model, VAE Speedup, ControlNet Speedup or Load Graph")
+            raise WorkflowError("it has no Compile Model, VAE Speedup, ControlNet Speedup, CLIP Speedup or Load Graph")
         with _bar(job.name) as progress:
             if options.whole:
                 client.run(server, whole, progress)

@@ -14,6 +14,8 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -138,8 +140,19 @@ _known_caches: weakref.WeakSet = weakref.WeakSet()
 
 def _caches() -> list[functools._lru_cache_wrapper]:
     found = gc.get_referrers(functools._lru_cache_wrapper)
+    if gc.get_freeze_count():  # the collector no longer sees what was there before `gc.freeze`
+        found = [*found, *_frozen()]
     caches = (item for item in found if type(item) is functools._lru_cache_wrapper)
     return [cache for cache in caches if not _is_pure(getattr(cache, "__module__", None) or "")]
+
+
+def _frozen() -> Iterator[Any]:
+    """Yield what modules and their classes hold."""
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        for item in list(vars(module).values()):
+            yield item
+            if isinstance(item, type):
+                yield from list(vars(item).values())
 
 
 def _is_pure(module: str) -> bool:

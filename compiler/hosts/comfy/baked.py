@@ -1,4 +1,4 @@
-"""What baking has made of a MODEL, a VAE or a CONTROL_NET, as plain data."""
+"""What baking has made of a MODEL, a VAE, a CONTROL_NET or a CLIP, as plain data."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import functools
 import gc
 import random
 import threading
+import weakref
 from collections import deque
 
 import numpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.random_state import same_random_numbers
+from compiled_graphs.compiler.tracing import side_effects
 from compiled_graphs.compiler.tracing.side_effects import _Turns, untouched
 from networks import call_with, install
 from torch import nn
@@ -129,6 +131,18 @@ def test_probe_leaves_nothing_behind(registry, way):
     plain = Remembering()
     plain.load_state_dict(network.state_dict())
     torch.testing.assert_close(network(x), plain(x))
+
+
+def test_caches_that_the_collector_no_longer_sees_are_cleared(monkeypatch):
+    monkeypatch.setattr(side_effects, "_known_caches", weakref.WeakSet())
+    cached_grid.cache_clear()
+    gc.freeze()
+    try:
+        with side_effects.untouched_caches():
+            cached_grid(16)
+        assert cached_grid.cache_info().currsize == 0
+    finally:
+        gc.unfreeze()
 
 
 def test_earlier_cache_entries_stay():
