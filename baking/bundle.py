@@ -137,6 +137,7 @@ def _say_file(path: Path, say: Say) -> None:
     size = path.stat().st_size / MEGABYTE
     say(f"{path.name}: {len(entries)} graphs, {size:.1f} MB")
     _say_machines(entries, "  ", say)
+    say(f"  to run them: {needs_of(entries)}")
     say(f"  signed by: {signer}")
     say(f"  digest: {digest}")
     if where:
@@ -157,3 +158,10 @@ def machine_of(identity: GraphIdentity) -> str:
     fields = identity.environment
     named = [f"{name} {fields[name]}" for name in ("torch", "triton") if name in fields]
     return ", ".join([fields.get("device") or identity.spec.device, *named, identity.backend])
+
+
+def needs_of(identities: Iterable[GraphIdentity]) -> str:
+    """Return in words what a machine must have to run graphs, besides torch."""
+    on_gpus = any(identity.spec.device.startswith("cuda") for identity in identities)
+    # Triton builds `cuda_utils` when it first runs with an empty cache (triton/backends/nvidia/driver.py).
+    return "Triton; where it has never run, also a C compiler and Python's headers" if on_gpus else "no compiler"

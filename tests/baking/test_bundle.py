@@ -119,3 +119,11 @@ def test_only_wanted_graphs_are_read(files, tmp_path):
     foreign = read_contents(data, Trust(tmp_path / "another"), lambda entry: entry.spec.region == "Other")
     assert (foreign.graphs, len(foreign.listed)) == ([], 3)
     assert foreign.untrusted
+
+
+@pytest.mark.parametrize(("device", "needs"), [("cpu", "no compiler"), ("cuda", "Triton; where it has never run")])
+def test_a_file_says_what_its_graphs_need(device, needs, tmp_path, capsys):
+    path = tmp_path / f"one{SUFFIX}"
+    path.write_bytes(write_graphs([graph(1, replace(SPEC, device=device))], Trust()))
+    assert main(["bundle", "show", str(path)]) == 0
+    assert f"to run them: {needs}" in capsys.readouterr().out
