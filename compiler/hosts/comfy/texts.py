@@ -60,7 +60,7 @@ def gain_text(gain: Gain, samples: bool) -> Words:
 
 
 def with_measured(summary: Summary, worth: Worth) -> Summary:
-    """Return a summary with the gain of whole steps, timed both ways, if they were; with none if the graphs are left."""
+    """Return a summary with the gain of steps that were timed both ways, if they were; without, if a model is left."""
     if worth.factor is None:
         return summary
     return replace(summary, gain=None if worth.is_left else Gain(worth.factor, True))
@@ -215,7 +215,15 @@ def branches_line(branches: LowRankBranches | None) -> Words | str:
     """Return how the LoRAs of the last sampling were run; nothing if none ran beside quantised weights."""
     if branches is None or not branches.count:
         return ""
-    return say("LoRAs run beside the quantised weights of {count} layers.", count=branches.count)
+    line = say("LoRAs run beside the quantised weights of {count} layers.", count=branches.count)
+    if (losses := branches.losses) is None:
+        return line
+    lost = say(
+        "Merged and rounded, what they change would be off by {merged:.0%}; beside them it is off by {beside:.1%}.",
+        merged=losses.merged,
+        beside=losses.beside,
+    )
+    return join([line, lost], " ")
 
 
 def network_kind(model: nn.Module) -> str:
