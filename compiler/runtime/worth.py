@@ -12,6 +12,9 @@ from enum import Enum, auto
 from ..common.reason import Reason, ReasonCode
 from ..common.timing import CallTime, Gain, LatencyTracker
 
+DOUBTED = 1.05
+"""A gain below this, of blocks timed one by one, is doubted. Eager blocks look slower so: the device is waited for after
+each, and in a step the next one is on its way by then."""
 MARGIN = 0.97
 """Uncompiled calls must take less than this share of compiled ones. Nobody sees a loss of three percent, and medians of
 the same calls can differ by one or two between samplings: a GPU gets warm, and changes its clock."""
@@ -63,7 +66,7 @@ class Worth:
 
         `gain` is what the network seems to gain, if that is final, and `figures` are those of its compiled calls.
         """
-        if self._state is _State.UNDOUBTED and gain is not None and gain.factor < 1:
+        if self._state is _State.UNDOUBTED and gain is not None and gain.factor < DOUBTED:
             self._compiled = _by_size(figures)
             self._state = _State.TRIED if self._compiled else _State.UNDOUBTED
         elif self._state is _State.TRIED:

@@ -1,6 +1,7 @@
 """How much of a LoRA is lost in a quantised weight: merged as ComfyUI would merge it, and beside the weight.
 
-One layer stands for all: the rounding of a format is the same in each. Nothing of what is computed stays.
+One layer stands for all: the rounding of a format is the same in each. What an earlier sampling has merged into its
+weight, and ComfyUI has not taken out yet, counts as part of the weight. Nothing of what is computed stays.
 """
 
 from __future__ import annotations

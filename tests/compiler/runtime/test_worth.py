@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import pytest
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.common.timing import CallTime, Gain
-from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS, MARGIN, MOST_SAMPLINGS, Worth
+from compiled_graphs.compiler.runtime.worth import DOUBTED, ENOUGH_CALLS, MARGIN, MOST_SAMPLINGS, Worth
 
 SMALL, LARGE = (1, 4, 8, 8), (1, 4, 16, 16)
-SLOWER, FASTER = Gain(0.9, True), Gain(1.1, True)
+SLOWER, FASTER = Gain(0.9, True), Gain(DOUBTED + 0.01, True)
 
 
 def figure(seconds, shape=SMALL, calls=ENOUGH_CALLS):

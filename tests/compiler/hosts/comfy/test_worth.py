@@ -13,6 +13,7 @@ from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS
 from recorders import repeat
+from vbar import stream
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -160,6 +161,18 @@ def test_steps_are_recorded_before_there_is_a_doubt(model, sample, registry, mon
     sample(ours, NAME, steps=9)
     assert entrance(ours).worth.is_left
     assert not replay._states
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+def test_a_streamed_model_is_left_to_the_host(load, sample, registry, request):
+    plain = load(NAME)
+    expected = sample(plain, NAME)
+    ours, _ = compiled(stream(load(NAME), request.getfixturevalue("vbar")))
+    feed(ours)
+    images = [sample(ours, NAME) for _ in range(3)]
+    assert entrance(ours).worth.is_left
+    assert [torch.allclose(image, expected, atol=1e-3) for image in images] == [True] * 3
+    assert request.getfixturevalue("vbar").pinned == 0
 
 
 def test_a_cpu_says_nothing_for_certain(model, sample, registry, monkeypatch):
