@@ -13,8 +13,8 @@ from ..common.reason import Reason, ReasonCode
 from ..common.timing import CallTime, Gain, LatencyTracker
 
 DOUBTED = 1.05
-"""A gain below this, of blocks timed one by one, is doubted. Eager blocks look slower so: the device is waited for after
-each, and in a step the next one is on its way by then."""
+"""A gain below this, of blocks timed one by one, is doubted. It flatters graphs: the device is waited for after each
+block, and in a step the next one is on its way by then."""
 MARGIN = 0.97
 """Uncompiled calls must take less than this share of compiled ones. Nobody sees a loss of three percent, and medians of
 the same calls can differ by one or two between samplings: a GPU gets warm, and changes its clock."""
