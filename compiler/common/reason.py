@@ -45,6 +45,10 @@ class ReasonCode(Enum):
 
     EARLIER_TOKENS = "a cache of earlier tokens"
 
+    # The whole model
+    SLOWER = "compiled steps that are slower than uncompiled ones (a gain of {})"
+    TIMED_UNCOMPILED = "a sampling that is timed uncompiled"
+
     # The weights
     WEIGHT_FUNCTION = "weights changed on the fly ({})"
     WEIGHT_TYPE = "weights of type {}"

@@ -129,6 +129,15 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
         "then.",
         "语言模型生成文本时会保留之前词元的计算结果，这时运行的是 ComfyUI 自己的代码。",
     ),
+    ReasonCode.SLOWER: Explanation(
+        "Compiled, this model was slower on this machine than uncompiled, so it runs uncompiled. Choose the backend "
+        "inductor to compile anyway.",
+        "在此机器上，该模型编译后比不编译更慢，因此不编译运行。如仍要编译，请选择后端 inductor。",
+    ),
+    ReasonCode.TIMED_UNCOMPILED: Explanation(
+        "The compiled blocks seem no faster than uncompiled ones. To be sure, a sampling is timed uncompiled.",
+        "编译后的块似乎并不比未编译的更快。为确认这一点，有一次采样不编译运行并计时。",
+    ),
     ReasonCode.WEIGHT_FUNCTION: Explanation(
         "Weights of these blocks are changed each time they are used: by a LoRA on GGUF weights, or by a node that "
         "changes quantised or float8 weights. Without it these blocks run compiled.",

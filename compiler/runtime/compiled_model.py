@@ -24,7 +24,7 @@ from torch import nn
 from ..common.counters import Counters, totals
 from ..common.peers import has_peers
 from ..common.reason import Reason
-from ..common.timing import LatencyTracker, gain
+from ..common.timing import Gain, LatencyTracker, gain
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import CacheEntry, GraphCache
 from ..identity.graph_spec import CompiledGraph, GraphIdentity
@@ -187,10 +187,16 @@ class CompiledModel:
     def summary(self) -> Summary:
         """Return how things stand now."""
         kinds = self.kinds()
+        return Summary.of(kinds, self.counters, self._supply.loaded, self._supply.compiled, self._gain(kinds))
+
+    def gain(self) -> Gain | None:
+        """Return what the network gains, as far as was measured."""
+        return self._gain(self.kinds())
+
+    def _gain(self, kinds: Iterable[KindInUse]) -> Gain | None:
         timings = [(kind.blocks, [entry.timing for entry in kind.graphs]) for kind in kinds if kind.graphs]
         called = next(reversed(self.pace.figures()), None)
-        measured = gain(timings, called, replays=self.counters.replays > 0)
-        return Summary.of(kinds, self.counters, self._supply.loaded, self._supply.compiled, measured)
+        return gain(timings, called, replays=self.counters.replays > 0)
 
     @property
     def device(self) -> torch.device:

@@ -26,6 +26,7 @@ from .region_forward import RegionForward, eagerly
 from .running_call import RunningCall, entered
 from .sampling import EachCall, Sampling
 from .step_replay import StepReplay
+from .worth import Worth
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class NetworkWrapper:
         self._repeat = repeat
         self.step_replay: StepReplay | None = None
         """If set, replays repeated calls as CUDA graphs, without Python."""
+        self.worth: Worth | None = None
+        """If set, has calls made uncompiled where compiled ones are slower."""
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
         self.on_setup: Callable[[], None] = lambda: None
@@ -75,6 +78,8 @@ class NetworkWrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
             return self._call_network(*args, **kwargs)
+        if self.worth is not None and self.worth.is_plain:
+            return self._call_plain(self.worth, args, kwargs)
         shape = first_shape(args, kwargs)
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), shape)
         with entered(call):
@@ -88,6 +93,24 @@ class NetworkWrapper:
             if call.had_setup:
                 self.on_setup()
             return result
+
+    def _call_plain(self, worth: Worth, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """Make a call as if nothing were compiled, and time it."""
+        self.on_call()
+        self.compiled.counters.add_eager(worth.reason)
+        with turns.shared(), worth.pace.timed(self.method, args, kwargs):
+            return self._call_network(*args, **kwargs)
+
+    def end_sampling(self) -> None:
+        """Decide whether the calls of the next sampling are compiled, if there is a choice."""
+        if self.worth is None:
+            return
+        is_final = not self._is_busy() and (self.step_replay is None or self.step_replay.is_settled)
+        gain = self.compiled.gain() if is_final else None
+        was_left = self.worth.is_left
+        self.worth.end_sampling(gain, self.compiled.pace.figures())
+        if self.worth.is_left and not was_left and self.step_replay is not None:
+            self.step_replay.forget()
 
     def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
         """Make a call while its weights are kept in place. One that runs out of memory is made again without that."""
@@ -109,8 +132,12 @@ class NetworkWrapper:
 
     def _had_setup(self, call: RunningCall) -> bool:
         """Whether a next call like it takes less: something was set up, or compiled beside it."""
+        return call.had_setup or self._is_busy()
+
+    def _is_busy(self) -> bool:
+        """Whether graphs are compiled beside the calls."""
         background = self.compiled.background
-        return call.had_setup or (background is not None and background.is_busy)
+        return background is not None and background.is_busy
 
     def _refresh(self) -> bool:
         """Before a sampling, check whether the network has changed since its graphs were made.

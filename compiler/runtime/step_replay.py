@@ -152,6 +152,12 @@ class StepReplay:
             return self._call_and_capture(key, call, args, kwargs, running)
         return call(*args, **kwargs)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether calls are made as longer samplings will make them: replayed, or never to be."""
+        reason = self.reason
+        return self.has_replayed or (reason is not None and reason.code is not ReasonCode.FEW_STEPS)
+
     def look(self) -> None:
         """Before a sampling, drop captures of what the network is no longer."""
         if self._watch is not None and not self._watch.holds():

@@ -385,6 +385,15 @@ def free_memory(device: torch.device, size: int) -> None:
         free(size, device)
 
 
+def merged_weight(patcher: Any, key: str, device: torch.device) -> torch.Tensor | None:
+    """Return a weight with a patcher's patches in it, rounded as ComfyUI rounds it; the patcher keeps its own.
+
+    None for a ComfyUI (such as 0.3.64) that only puts it into the model.
+    """
+    merge = patcher.patch_weight_to_device
+    return merge(key, device_to=device, return_weight=True) if _has_parameter(merge, "return_weight") else None
+
+
 def _moments() -> tuple[str | None, str | None]:
     names = find("comfy.patcher_extension.CallbacksMP")
     return getattr(names, _BEFORE_SAMPLING, None), getattr(names, _AFTER_SAMPLING, None)

@@ -31,6 +31,7 @@ from ...runtime.region_forward import RegionForward
 from ...runtime.region_kinds import Target
 from ...runtime.sampling import Announced
 from ...runtime.step_replay import StepReplay
+from ...runtime.worth import Worth
 from ...tracing.shape_discovery import ModelCall
 from . import comfy_compat, process, synthetic_calls
 from .coexistence import (
@@ -46,7 +47,17 @@ from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, take_turns
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
-from .texts import branches_line, capture_line, counts_text, left_lines, no_branches, status_text, uncompiled_line
+from .texts import (
+    branches_line,
+    capture_line,
+    counts_text,
+    left_line,
+    left_lines,
+    no_branches,
+    status_text,
+    uncompiled_line,
+    with_measured,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +65,7 @@ Report = ProgressReport | BackgroundReport
 
 
 _step_replays: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, StepReplay]] = weakref.WeakKeyDictionary()
+_worths: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Worth]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -137,12 +149,14 @@ class Status:
 
     def text(self) -> str:
         """Return how things stand now; nothing once the model is gone."""
-        compiled = next((wrapper.compiled for wrapper in self._alive()), None)
-        if compiled is None:
+        entrance = next(iter(self._alive()), None)
+        if entrance is None:
             return ""
+        compiled, worth = entrance.compiled, entrance.worth
         is_busy = compiled.background is not None and compiled.background.is_busy
-        stands = status_text(compiled.summary(), self._request.source, is_busy, self._samples)
-        steps = next((line for each in self._alive() if (line := capture_line(each))), "")
+        summary = compiled.summary() if worth is None else with_measured(compiled.summary(), worth)
+        stands = status_text(summary, self._request.source, is_busy, self._samples)
+        steps = left_line(worth) or next((line for each in self._alive() if (line := capture_line(each))), "")
         beside = [lines_of(text, device) for device, each in self.copies.items() if (text := each.text())]
         beside += self.others.lines() if self.others else []
         self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left, *beside])
@@ -368,10 +382,14 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
         each.install_while_running(made.forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
     if target.prefix and comfy_compat.announces_samplings(target.patcher):
+        if request.backend == AUTO and times_itself(target.device):
+            _leave_what_is_slower(target, chosen, built)
         _announce_samplings(target, built)
         _arrange_weights(target, chosen, built)
         if request.capture and chosen.backend.capture_context is not None:
             _replay_steps(target, chosen, built)
+        for each in built.wrappers:
+            _call_around_samplings(target, None, each.end_sampling)
         _call_around_samplings(target, None, built.status.tell_news)
     else:
         for each in built.wrappers:
@@ -382,7 +400,7 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
 def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
     """Have the network looked at once a sampling, and not at each call."""
     weights = built.compiled.weights
-    _call_around_samplings(target, weights.begin_sampling, weights.end_sampling)
+    _call_around_samplings(target, _if_compiled(built, weights.begin_sampling), weights.end_sampling)
     for each in built.wrappers:
         each.sampling = sampling = Announced()
         _call_around_samplings(target, sampling.begin, sampling.end)
@@ -394,7 +412,38 @@ def _arrange_weights(target: PatchedNetwork, chosen: Chosen, built: Built) -> No
         arrangement = ChannelsLastWeights(target.network, target.device)
         if comfy_compat.is_streamed(target.patcher):
             arrangement = built.compiled.weights.channels_last
-        _call_around_samplings(target, arrangement.begin, arrangement.end)
+        _call_around_samplings(target, _if_compiled(built, arrangement.begin), arrangement.end)
+
+
+def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
+    """Return what does something when a sampling begins whose calls are compiled."""
+    worths = [each.worth for each in built.wrappers if each.worth is not None]
+
+    def begin_compiled() -> None:
+        if not any(worth.is_plain for worth in worths):
+            begin()
+
+    return begin_compiled
+
+
+def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
+    """Have the network run uncompiled if that is faster: decided once for all clones that run the same graphs."""
+    (entrance,), what = built.wrappers, _same_graphs(target, chosen)
+    known, worth = _worths.get(target.network, (None, None))
+    if known != what:
+        worth = Worth()
+        _worths[target.network] = what, worth
+    entrance.worth = worth
+
+
+def times_itself(device: torch.device) -> bool:
+    """Whether a device says what its work takes. A CPU's work takes longer whenever others use it."""
+    return device.type == "cuda"
+
+
+def _same_graphs(target: PatchedNetwork, chosen: Chosen) -> tuple:
+    """Return what clones that run the same graphs have in common."""
+    return target.device, chosen.backend.name, tuple(region.path for region in chosen.regions)
 
 
 def _replay_steps(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
@@ -416,7 +465,7 @@ def _step_replay(target: PatchedNetwork, chosen: Chosen, built: Built) -> StepRe
 
     A node runs again when a LoRA before it changes. The captures that were made for its last clone still hold.
     """
-    what = target.device, chosen.backend.name, tuple(region.path for region in chosen.regions)
+    what = _same_graphs(target, chosen)
     known, replay = _step_replays.get(target.network, (None, None))
     if known != what:
         capture, weights = capture_within(chosen.backend.capture_context), built.compiled.weights

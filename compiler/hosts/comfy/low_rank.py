@@ -9,6 +9,7 @@ ComfyUI merges whatever is no plain LoRA, no quantised weight or no layer of a r
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from ...common.reason import Unsupported
 from ...tracing.low_rank import STEP, attach, detach
 from ...tracing.side_effects import turns
 from . import comfy_compat
+from .lora_loss import Losses, losses
 from .read_weights import reads_weight
 from .rules import gguf_weights
 from .rules.host import HOST
@@ -106,6 +108,16 @@ class Branched:
     rank: int
     """Of the branch: that of the region's largest one, so that a graph has one rank."""
 
+    def write(self, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Write the factors, with the scale in `up`: [rank, inputs] and [rank, outputs]."""
+        down.zero_()
+        up.zero_()
+        start = 0
+        for lora in self.loras:
+            rows = slice(start, start + lora.rank)
+            lora.write(down[rows], up[rows])
+            start += lora.rank
+
 
 class Factors:
     """The factors of one network's branches. They stay where they are: recorded steps hold their addresses."""
@@ -161,6 +173,16 @@ class Factors:
         """Give the memory back."""
         self._pairs, self._patches = {}, None
 
+    def losses(self, branch: Branched, patcher: Any, layer: nn.Module) -> Losses | None:
+        """Return what the LoRAs of a branch lose, merged and beside the weight; None where that cannot be said."""
+        pair = self._pairs[branch.path]
+        try:
+            exact = tuple(torch.empty_like(factor, dtype=torch.float32) for factor in pair)
+            branch.write(*exact)
+        except torch.cuda.OutOfMemoryError:
+            return None
+        return losses(patcher, f"{PREFIX}{branch.path}{WEIGHT}", layer, exact, pair)
+
     def _has_place(self, branch: Branched, dtype: torch.dtype, device: torch.device) -> bool:
         pair = self._pairs.get(branch.path)
         sizes = [(branch.rank, size) for size in reversed(branch.shape)]
@@ -174,14 +196,7 @@ class Factors:
             self._pairs[branch.path] = down, up
 
     def _write(self, branch: Branched) -> None:
-        down, up = self._pairs[branch.path]
-        down.zero_()
-        up.zero_()
-        start = 0
-        for lora in branch.loras:
-            rows = slice(start, start + lora.rank)
-            lora.write(down[rows], up[rows])
-            start += lora.rank
+        branch.write(*self._pairs[branch.path])
 
 
 _factors: weakref.WeakKeyDictionary[nn.Module, Factors] = weakref.WeakKeyDictionary()
@@ -195,9 +210,13 @@ class LowRankBranches:
         self._network = weakref.ref(network)
         self._regions = frozenset(regions)
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the number of branches is another than in the sampling before."""
+        """Called when there is other news of the branches than in the sampling before."""
         self.count = 0
         """How many layers had a branch in the last sampling."""
+        self.losses: Losses | None = None
+        """What its LoRAs lost there, and would have lost in the weights, if that is known."""
+        self._measured: Any = None
+        """The patches that `losses` speaks of, as ComfyUI tells them apart, and the number of branches."""
         self._factors = _factors.setdefault(network, Factors())
 
     def __call__(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +226,7 @@ class LowRankBranches:
             return sample(*args, **kwargs)
         with factors.in_use():
             branches = self._filled(branches_of(patcher, network, self._regions), patcher)
-            self._note(len(branches))
+            self._note(branches, patcher, network)
             with without_patches(patcher, [f"{PREFIX}{branch.path}{WEIGHT}" for branch in branches]):
                 return sample(*args, **kwargs)
 
@@ -240,9 +259,16 @@ class LowRankBranches:
             return []
         return branches
 
-    def _note(self, count: int) -> None:
-        if count != self.count:
-            self.count = count
+    def _note(self, branches: list[Branched], patcher: Any, network: nn.Module) -> None:
+        """Take note of a sampling's branches. What LoRAs lose is computed once for each set of them."""
+        before = self.count, self.losses
+        self.count = len(branches)
+        if self._measured != (patcher.patches_uuid, self.count):
+            self._measured = patcher.patches_uuid, self.count
+            largest = max(branches, key=lambda branch: math.prod(branch.shape), default=None)
+            layer = largest and network.get_submodule(largest.path)
+            self.losses = largest and self._factors.losses(largest, patcher, layer)
+        if (self.count, self.losses) != before:
             self.on_change()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from ...identity.regions import is_torch_compiled
 from ...registry.explanations import explanation_words, reason_words
 from ...runtime.network_wrapper import NetworkWrapper
 from ...runtime.summary import Summary
+from ...runtime.worth import Worth
 from .low_rank import LowRankBranches
 
 SAME = 0.05
@@ -55,6 +57,24 @@ def gain_text(gain: Gain, samples: bool) -> Words:
     if not gain.is_whole:
         return say("The compiled blocks run about {factor:.1f}x slower.", factor=slower)
     return say("About {factor:.1f}x slower per step." if samples else "About {factor:.1f}x slower.", factor=slower)
+
+
+def with_measured(summary: Summary, worth: Worth) -> Summary:
+    """Return a summary with the gain of steps that were timed both ways, if they were; without, if a model is left."""
+    if worth.factor is None:
+        return summary
+    return replace(summary, gain=None if worth.is_left else Gain(worth.factor, True))
+
+
+def left_line(worth: Worth | None) -> Words | str:
+    """Return why a model goes on uncompiled, and how it is compiled anyway; nothing for one that is compiled."""
+    if worth is None or not worth.is_left:
+        return ""
+    return say(
+        "Left uncompiled: it ran {factor:.2f}x as fast compiled as uncompiled here. "
+        "Choose the backend inductor to compile anyway.",
+        factor=worth.factor,
+    )
 
 
 def _state(summary: Summary, source: str, is_busy: bool) -> Words:
@@ -195,7 +215,15 @@ def branches_line(branches: LowRankBranches | None) -> Words | str:
     """Return how the LoRAs of the last sampling were run; nothing if none ran beside quantised weights."""
     if branches is None or not branches.count:
         return ""
-    return say("LoRAs run beside the quantised weights of {count} layers.", count=branches.count)
+    line = say("LoRAs run beside the quantised weights of {count} layers.", count=branches.count)
+    if (losses := branches.losses) is None:
+        return line
+    lost = say(
+        "Merged and rounded, what they change would be off by {merged:.0%}; beside them it is off by {beside:.1%}.",
+        merged=losses.merged,
+        beside=losses.beside,
+    )
+    return join([line, lost], " ")
 
 
 def network_kind(model: nn.Module) -> str:

@@ -222,6 +222,7 @@ def test_torch_compile_sees_the_plain_network():
 class FakeStepReplay:
     def __init__(self):
         self.served = self.forgotten = self.looked = 0
+        self.is_settled = True
 
     def serve(self, call, args, kwargs, running):
         self.served += 1
@@ -274,3 +275,58 @@ def test_a_block_that_is_gone_is_left_out():
     forwards["second"] = SimpleNamespace(module=lambda: None)
     enter(network).install_while_running(forwards)
     assert network(torch.ones(1)) == 4
+
+
+class FixedWorth:
+    """Says how calls are made, and what it is told."""
+
+    def __init__(self, is_plain=False, is_left=False):
+        self.is_plain, self.is_left = is_plain, is_left
+        self.reason = OVERFLOWED
+        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
+        self.told = []
+
+    def end_sampling(self, gain, figures):
+        self.told.append(gain)
+        self.is_left = self.is_plain = True
+
+
+def test_a_call_that_is_made_uncompiled_is_the_networks_own():
+    network, played = Pair(), []
+    entrance = enter(network)
+    entrance.install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
+    entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth(is_plain=True)
+    entrance.on_call = lambda: played.append(True)
+    assert network(torch.ones(1)) == 0.25
+    assert entrance.step_replay.served == 0
+    assert entrance.compiled.counters.eager_calls == {OVERFLOWED: 1}
+    assert played == [True], "the registry still knows who runs the model"
+    entrance.worth.is_plain = False
+    assert network(torch.ones(1)) == 24
+
+
+def test_recordings_of_a_model_that_is_left_are_dropped_once():
+    network = Pair()
+    entrance = enter(network)
+    entrance.compiled.gain = lambda: 0.5
+    entrance.compiled.pace.figures = lambda: []
+    entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth()
+    entrance.end_sampling()
+    entrance.end_sampling()
+    assert entrance.step_replay.forgotten == 1
+
+
+@pytest.mark.parametrize(("is_busy", "is_settled"), [(True, True), (False, False), (False, True)])
+def test_a_gain_is_final_once_graphs_and_recordings_are_made(is_busy, is_settled):
+    entrance = enter(Pair())
+    entrance.compiled.gain = lambda: 0.5
+    entrance.compiled.pace.figures = lambda: []
+    entrance.compiled.background = SimpleNamespace(is_busy=is_busy)
+    entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth()
+    entrance.step_replay.is_settled = is_settled
+    entrance.end_sampling()
+    assert entrance.worth.told == [0.5 if is_settled and not is_busy else None]
+
+
+def test_without_a_choice_nothing_is_decided():
+    enter(Pair()).end_sampling()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from functools import partial
+from types import SimpleNamespace
 
 import comfy.lora
 import comfy.ops
@@ -14,7 +16,7 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, low_rank, process, worker_setup
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, lora_loss, low_rank, process, worker_setup
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.low_rank import Lora
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
@@ -144,6 +146,87 @@ def test_the_person_is_told_of_branches(flux, registry):
     with_branches = ["beside the quantised weights of 12 layers" in text for text in told]
     assert with_branches.count(True) >= 1
     assert not with_branches[-1]
+
+
+def figures_of(model, change, registry, told):
+    """Sample with a LoRA beside the weights; return what the node was told to have been lost."""
+    ours = compiled(model, on_change=told.append)
+    sampled(change(ours, 1.0))
+    found = re.search(r"off by (\d+)%; beside them it is off by ([\d.]+)%", told[-1])
+    return tuple(float(figure) / 100 for figure in found.groups()) if found else None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_person_is_told_what_merging_would_lose(name, flux, registry):
+    """The figure is what has become of the largest layer's weight where ComfyUI has merged the LoRA."""
+    model, told = flux(name), []
+    layer, key = model.model.diffusion_model.double_blocks[0].img_attn.qkv, QKV
+    before = layer.weight.dequantize().float()
+    merged = lora(4)(compiled(model, low_rank=False), 1.0)
+    sampled(merged)
+    factors = factors_of(layer.weight.shape, 4)
+    change = 2 * factors["lora_up.weight"] @ factors["lora_down.weight"]
+    expected = error(layer.weight.dequantize().float() - before, change)
+    sampled(model)  # which takes the LoRA out of the weights
+    only_this = partial(on_one_layer, key=key, factors=factors)
+    shown, beside = figures_of(model, only_this, registry, told)
+    assert expected > 0.05
+    assert shown == pytest.approx(expected, abs=0.01)
+    assert beside < 0.01
+
+
+def on_one_layer(patcher, value, key, factors):
+    patcher = patcher.clone()
+    loaded = comfy.lora.load_lora({f"a.{name}": tensor for name, tensor in factors.items()}, {"a": key})
+    assert len(patcher.add_patches(loaded, value)) == 1
+    return patcher
+
+
+def test_a_branch_in_bfloat16_is_off_by_its_rounding(flux, registry, monkeypatch):
+    monkeypatch.setattr(low_rank, "_dtype_of", lambda patcher: torch.bfloat16)
+    _, beside = figures_of(flux(FLOAT8), lora(4), registry, [])
+    assert 0.001 <= beside < 0.01
+
+
+def test_what_loras_lose_is_computed_once(flux, registry, monkeypatch):
+    asked, losses = [], low_rank.losses
+    monkeypatch.setattr(low_rank, "losses", lambda *each: asked.append(each[1]) or losses(*each))
+    ours = compiled(flux(FLOAT8))
+    one, other = lora(4)(ours, 1.0), lora(4)(ours, 0.5)
+    for clone, count in ((ours, 0), (one, 1), (one, 1), (other, 2), (other, 2)):
+        sampled(clone)
+        assert len(asked) == count
+        assert not clone.backup
+
+
+def no_memory(*args, **options):
+    raise torch.cuda.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "stand_in"),
+    [
+        (comfy_compat, "merged_weight", lambda *args: None),
+        (comfy_compat, "merged_weight", no_memory),
+        (lora_loss, "gguf_weights", SimpleNamespace(is_known=lambda cls: True)),
+        (lora_loss, "_values", lambda *args: 1 / 0),
+    ],
+    ids=["an older ComfyUI", "no memory", "GGUF", "an unknown layout"],
+)
+def test_what_cannot_be_computed_is_not_said(module, name, stand_in, flux, registry, monkeypatch):
+    monkeypatch.setattr(module, name, stand_in)
+    told = []
+    ours = compiled(flux(FLOAT8), on_change=told.append)
+    sampled(lora(4)(ours, 1.0))
+    assert told[-1].splitlines()[-1] == "LoRAs run beside the quantised weights of 12 layers."
+
+
+def test_only_a_host_that_returns_a_merged_weight_is_asked():
+    class Old:
+        def patch_weight_to_device(self, key, device_to=None, inplace_update=False):
+            raise AssertionError("it would change the model")
+
+    assert comfy_compat.merged_weight(Old(), QKV, torch.device("cpu")) is None
 
 
 def test_a_patcher_gets_its_patches_back(flux, registry):
@@ -315,9 +398,6 @@ def test_an_unloaded_model_keeps_no_factors(flux, registry):
 def test_without_memory_for_factors_loras_are_merged(flux, registry, monkeypatch):
     model, change = flux(FLOAT8, **EXACT), lora(4)
     expected = sampled(change(model, 1.0))
-
-    def no_memory(*args):
-        raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(low_rank.Factors, "_write", no_memory)
     assert error(sampled(change(compiled(model), 1.0)), expected) < 1e-5

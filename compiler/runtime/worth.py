@@ -1,0 +1,87 @@
+"""Whether a network is worth its graphs. Where it is slower with them, it goes on without, decided once and for good.
+
+Blocks timed one by one raise a doubt, and no more: they say nothing of what runs between them, nor of steps that are
+replayed without Python. So steps are then made uncompiled for a sampling or two, and timed as the compiled ones were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+
+from ..common.reason import Reason, ReasonCode
+from ..common.timing import CallTime, Gain, LatencyTracker
+
+DOUBTED = 1.05
+"""A gain below this, of blocks timed one by one, is doubted. It flatters graphs: the device is waited for after each
+block, and in a step the next one is on its way by then."""
+MARGIN = 0.97
+"""Uncompiled calls must take less than this share of compiled ones. Nobody sees a loss of three percent, and medians of
+the same calls can differ by one or two between samplings: a GPU gets warm, and changes its clock."""
+ENOUGH_CALLS = 8
+"""Calls of a size, each way, that a decision needs. The first few of a sampling can be unlike the others."""
+MOST_SAMPLINGS = 3
+"""Samplings that are made uncompiled in search of a decision. Then the sizes keep changing, and the graphs stay."""
+
+
+class _State(Enum):
+    UNDOUBTED = auto()
+    TRIED = auto()
+    KEPT = auto()
+    LEFT = auto()
+
+
+class Worth:
+    """What is known of a network, by the calls of one of its methods. Lasts as long as the network."""
+
+    def __init__(self) -> None:
+        self.pace = LatencyTracker()
+        """What uncompiled calls take; told by whoever makes them."""
+        self.factor: float | None = None
+        """What compiled calls gain over uncompiled ones of their size, as measured; None before a decision."""
+        self._state = _State.UNDOUBTED
+        self._compiled: dict[tuple[int, ...], float] = {}
+        """The seconds of compiled calls, by size."""
+        self._samplings = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the calls of the running sampling are made uncompiled."""
+        return self._state in (_State.TRIED, _State.LEFT)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it was decided that the network goes on uncompiled."""
+        return self._state is _State.LEFT
+
+    @property
+    def reason(self) -> Reason:
+        """Why calls are made uncompiled, while they are."""
+        if self.is_left:
+            return Reason(ReasonCode.SLOWER, f"{self.factor:.2f}x")
+        return Reason(ReasonCode.TIMED_UNCOMPILED)
+
+    def end_sampling(self, gain: Gain | None, figures: Iterable[CallTime]) -> None:
+        """Decide how the next sampling is made.
+
+        `gain` is what the network seems to gain, if that is final, and `figures` are those of its compiled calls.
+        """
+        if self._state is _State.UNDOUBTED and gain is not None and gain.factor < DOUBTED:
+            self._compiled = _by_size(figures)
+            self._state = _State.TRIED if self._compiled else _State.UNDOUBTED
+        elif self._state is _State.TRIED:
+            self._samplings += 1
+            self._compare()
+
+    def _compare(self) -> None:
+        both = {shape: seconds for shape, seconds in _by_size(self.pace.figures()).items() if shape in self._compiled}
+        if both:
+            shape, seconds = both.popitem()  # the size that was called last
+            self.factor = seconds / self._compiled[shape]
+            self._state = _State.LEFT if self.factor < MARGIN else _State.KEPT
+        elif self._samplings >= MOST_SAMPLINGS:
+            self._state = _State.KEPT
+
+
+def _by_size(figures: Iterable[CallTime]) -> dict[tuple[int, ...], float]:
+    return {figure.shape: figure.seconds for figure in figures if figure.calls >= ENOUGH_CALLS}

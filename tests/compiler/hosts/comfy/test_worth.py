@@ -1,0 +1,180 @@
+"""A model that is slower with its graphs, sampled by ComfyUI. The figures are the tests', not this machine's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.eager import EagerBackend
+from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.common.timing import CallTime, Timing
+from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy import install
+from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS
+from recorders import repeat
+from vbar import stream
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+NAME = "tiny_sd15"
+LEFT = "Left uncompiled: it ran 0.80x as fast compiled as uncompiled here. Choose the backend inductor to compile"
+
+
+class Fed:
+    """A tracker in which each call takes so long."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def timed(self, *call):
+        return nullcontext()
+
+    def figures(self):
+        return [CallTime("forward", (2, 4, 8, 6), self._seconds, ENOUGH_CALLS)]
+
+
+@pytest.fixture(autouse=True)
+def _timed(monkeypatch, load):
+    if not hasattr(load(NAME), "add_callback_with_key"):
+        pytest.skip("this ComfyUI does not say when a sampling ends")
+    monkeypatch.setattr(install, "choose_backend", lambda name, device, only_loads: (EagerBackend(), ""))
+    monkeypatch.setattr(install, "times_itself", lambda device: True)
+
+
+def entrance(model):
+    return model.object_patches["diffusion_model.forward"]
+
+
+def compiled(model, backend="auto", **options):
+    """Compile; what is timed afterwards is what the tests say: a step takes one second."""
+    options = {"verify": False, "capture": False} | options
+    ours, text = host.compile_model(model, host.Request(backend, **options))
+    entrance(ours).compiled.pace = Fed(1.0)
+    return ours, text
+
+
+def feed(model, eager=0.9, uncompiled=0.8):
+    """Have the graphs timed, and uncompiled steps take so long."""
+    for kind in entrance(model).compiled.kinds():
+        for graph in kind.graphs:
+            graph.timing = Timing(eager, 1.0)
+    if entrance(model).worth is not None:
+        entrance(model).worth.pace = Fed(uncompiled)
+
+
+def regions_called(model, sample):
+    before = entrance(model).compiled.counters.calls
+    sample(model, NAME)
+    return entrance(model).compiled.counters.calls > before
+
+
+@pytest.fixture
+def model(load):
+    return load(NAME)
+
+
+def test_a_slower_model_is_left_from_the_next_sampling_on(model, sample, registry):
+    told = []
+    ours, _ = compiled(model, on_change=told.append)
+    expected = sample(model, NAME)
+    feed(ours)
+    assert regions_called(ours, sample)
+    assert "slower" in told[-1]
+    assert LEFT not in told[-1]
+    assert not regions_called(ours, sample), "a sampling that is timed uncompiled"
+    for _ in range(3):
+        assert torch.equal(sample(ours, NAME), expected)
+        assert not regions_called(ours, sample)
+    assert LEFT in told[-1]
+    assert "slower" not in told[-1]
+    assert {reason.code for reason in entrance(ours).compiled.counters.eager_calls} == {
+        ReasonCode.TIMED_UNCOMPILED,
+        ReasonCode.SLOWER,
+    }
+
+
+def test_an_explicit_backend_goes_on_compiled_and_says_that_it_is_slower(model, sample, registry):
+    told = []
+    ours, _ = compiled(model, "inductor", on_change=told.append)
+    feed(ours)
+    assert [regions_called(ours, sample) for _ in range(4)] == [True] * 4
+    assert "slower" in told[-1]
+    assert "Left" not in told[-1]
+
+
+def test_a_later_node_knows_and_can_be_told_otherwise(model, sample, registry):
+    ours, _ = compiled(model)
+    feed(ours)
+    for _ in range(2):
+        sample(ours, NAME)
+    again, text = compiled(model)
+    assert LEFT in text
+    assert not regions_called(again, sample)
+    forced, text = compiled(model, "inductor")
+    assert LEFT not in text
+    assert regions_called(forced, sample)
+    assert not regions_called(again, sample)
+
+
+def test_one_that_only_seemed_slower_stays(model, sample, registry):
+    told = []
+    ours, _ = compiled(model, on_change=told.append)
+    feed(ours, uncompiled=1.3)
+    assert [regions_called(ours, sample) for _ in range(5)] == [True, False, True, True, True]
+    assert "About 1.3x faster per step." in told[-1]
+
+
+def test_one_that_is_faster_is_never_tried_uncompiled(model, sample, registry):
+    ours, _ = compiled(model)
+    feed(ours, eager=1.5)
+    assert [regions_called(ours, sample) for _ in range(3)] == [True] * 3
+
+
+def test_the_graphs_are_still_there(model, sample, registry):
+    ours, _ = compiled(model, workflow=lambda: "workflow")
+    graphs = {graph.key for graph in entrance(ours).compiled.graphs()}
+    feed(ours)
+    for _ in range(4):
+        sample(ours, NAME)
+    (seen,) = registry.models("workflow").values()
+    assert {graph.key for graph in seen.graphs()} == graphs
+    report = registry.report()
+    (role,) = report["workflows"]["workflow"]["roles"].values()
+    assert role["compiled"] == role["regions"] > 0
+    assert any("slower" in reason for reason in role["reasons"])
+    assert role["reasons"].keys() <= report["explained"].keys()
+
+
+def test_steps_are_recorded_before_there_is_a_doubt(model, sample, registry, monkeypatch):
+    monkeypatch.setattr(install, "can_capture", lambda device: True)
+    monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+    ours, _ = compiled(model, capture=True)
+    feed(ours)
+    replay = entrance(ours).step_replay
+    sample(ours, NAME)
+    assert not replay.is_settled
+    assert not entrance(ours).worth.is_plain
+    sample(ours, NAME, steps=9)
+    assert replay.is_settled
+    assert entrance(ours).worth.is_plain
+    sample(ours, NAME, steps=9)
+    assert entrance(ours).worth.is_left
+    assert not replay._states
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+def test_a_streamed_model_is_left_to_the_host(load, sample, registry, request):
+    plain = load(NAME)
+    expected = sample(plain, NAME)
+    ours, _ = compiled(stream(load(NAME), request.getfixturevalue("vbar")))
+    feed(ours)
+    images = [sample(ours, NAME) for _ in range(3)]
+    assert entrance(ours).worth.is_left
+    assert [torch.allclose(image, expected, atol=1e-3) for image in images] == [True] * 3
+    assert request.getfixturevalue("vbar").pinned == 0
+
+
+def test_a_cpu_says_nothing_for_certain(model, sample, registry, monkeypatch):
+    monkeypatch.undo()
+    assert not install.times_itself(torch.device("cpu"))

@@ -1,0 +1,112 @@
+"""A network that is slower with its graphs goes on without them: when that is decided, and how often."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.common.timing import CallTime, Gain
+from compiled_graphs.compiler.runtime.worth import DOUBTED, ENOUGH_CALLS, MARGIN, MOST_SAMPLINGS, Worth
+
+SMALL, LARGE = (1, 4, 8, 8), (1, 4, 16, 16)
+SLOWER, FASTER = Gain(0.9, True), Gain(DOUBTED + 0.01, True)
+
+
+def figure(seconds, shape=SMALL, calls=ENOUGH_CALLS):
+    return CallTime("forward", shape, seconds, calls)
+
+
+class Fed:
+    """Stands in for a tracker that has timed calls."""
+
+    def __init__(self, *figures):
+        self._figures = list(figures)
+
+    def timed(self, *call):
+        return nullcontext()
+
+    def figures(self):
+        return self._figures
+
+
+def doubted(*compiled):
+    worth = Worth()
+    worth.end_sampling(SLOWER, compiled or [figure(1.0)])
+    return worth
+
+
+def after(worth, *plain):
+    """What became of it, after a sampling with such uncompiled calls."""
+    worth.pace = Fed(*plain)
+    worth.end_sampling(None, [])
+    return worth
+
+
+def test_a_network_that_is_faster_is_not_doubted():
+    worth = Worth()
+    worth.end_sampling(FASTER, [figure(1.0)])
+    assert (worth.is_plain, worth.is_left, worth.factor) == (False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("gain", "figures"),
+    [(None, [figure(1.0)]), (SLOWER, []), (SLOWER, [figure(1.0, calls=ENOUGH_CALLS - 1)])],
+    ids=["nothing final", "no calls", "too few calls"],
+)
+def test_there_is_no_doubt_without_figures(gain, figures):
+    worth = Worth()
+    worth.end_sampling(gain, figures)
+    assert not worth.is_plain
+
+
+def test_blocks_that_seem_slower_are_no_reason_to_leave():
+    worth = doubted()
+    assert worth.is_plain
+    assert not worth.is_left
+    assert worth.reason.code is ReasonCode.TIMED_UNCOMPILED
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_left"), [(0.5, True), (MARGIN - 0.01, True), (MARGIN + 0.01, False), (1.0, False), (2.0, False)]
+)
+def test_whole_calls_decide_by_more_than_noise(seconds, is_left):
+    worth = after(doubted(), figure(seconds))
+    assert (worth.is_left, worth.is_plain, worth.factor) == (is_left, is_left, seconds)
+
+
+def test_a_decision_is_for_good():
+    left, kept = after(doubted(), figure(0.5)), after(doubted(), figure(2.0))
+    for worth, other, gain in ((left, figure(5.0), FASTER), (kept, figure(0.1), SLOWER)):
+        factor, is_plain = worth.factor, worth.is_plain
+        for _ in range(5):
+            worth.pace = Fed(other)
+            worth.end_sampling(gain, [figure(1.0)])
+            assert (worth.factor, worth.is_plain) == (factor, is_plain)
+
+
+def test_the_reason_has_the_figure():
+    reason = after(doubted(), figure(0.904)).reason
+    assert reason.code is ReasonCode.SLOWER
+    assert "0.90x" in str(reason)
+
+
+def test_only_a_size_that_was_called_both_ways_decides():
+    worth = after(doubted(figure(1.0), figure(4.0, LARGE)), figure(0.1, calls=ENOUGH_CALLS - 1), figure(3.6, LARGE))
+    assert worth.factor == pytest.approx(0.9)
+
+
+def test_short_samplings_add_up():
+    worth = after(doubted(), figure(0.5, calls=4))
+    assert worth.is_plain
+    assert not worth.is_left
+    assert after(worth, figure(0.5, calls=8)).is_left
+
+
+def test_a_search_without_end_ends_compiled():
+    worth = doubted()
+    for _ in range(MOST_SAMPLINGS):
+        assert worth.is_plain
+        after(worth, figure(0.1, LARGE))
+    assert (worth.is_plain, worth.is_left, worth.factor) == (False, False, None)
+    assert not after(worth, figure(0.1)).is_plain
