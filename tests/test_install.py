@@ -66,7 +66,7 @@ def test_requirements_are_the_same_for_comfyui_and_for_pip():
 def test_every_package_is_installed_by_pip():
     folders = {
         path.parent.relative_to(ROOT)
-        for room in ("nodes", "web_server", "compiler")
+        for room in ("baking", "nodes", "web_server", "compiler")
         for path in (ROOT / room).rglob("*.py")
     }
     packages = {".".join(["compiled_graphs", *folder.parts]) for folder in folders}

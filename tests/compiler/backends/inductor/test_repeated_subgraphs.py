@@ -201,7 +201,7 @@ def test_inductor_compiles_and_saves_a_folded_graph(asked):
     exported = export(network)
     compiled = Artifact.compile(exported)
     assert len(asked) <= 1  # zero times if torch's cache has the artifact
-    loaded = Artifact.load(compiled.to_bytes())
+    loaded = Artifact.load(compiled.to_bytes(), torch.device("cpu"))
     for x in cases(network):
         for executable in (compiled, loaded):
             (ours,) = executable(*weights_of(network.towers[1]), x)

@@ -336,8 +336,6 @@ import pipelines
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.diffusers import compile_pipe, load_pipe
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 pipe = pipelines.sd15()
 pipe.set_progress_bar_config(disable=True)
 if sys.argv[2] == "compiled":
