@@ -102,6 +102,8 @@ class RegionKind:
     """By argument shapes."""
     sizes: dict[Place, Dimension | None] = field(default_factory=dict)
     """Where calls have ints that are sizes for some graph."""
+    window_sizes: dict[str, int] = field(default_factory=dict)
+    """How many entries of its list of frames a block uses, by fingerprint: there is one at most."""
     closed: Reason | None = None
     """Why no call at all can be compiled."""
 
@@ -235,7 +237,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
         if not t.is_contiguous(memory_format=fmt)
     )
     try:
-        writes = spec.left_behind(shapes)
+        writes, _ = spec.left_behind(shapes), spec.frame_writes
     except Exception as error:  # a file says what it likes
         return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
     return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)
