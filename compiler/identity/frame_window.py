@@ -6,10 +6,13 @@ cursor of 0: so equal blocks at different places of the list have one graph for 
 
 from __future__ import annotations
 
+import dis
 import inspect
 import json
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ from .call_signature import forward_signature
 
 PLAIN = (type(None), bool, int, str)
 """Types of values, besides tensors, that a block may leave in its entries."""
+
+_LOOKING_AT_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe"})
+"""What reads parameters without naming them."""
 
 _KEPT, _GIVEN, _RESULT, _PLAIN = "kept", "given", "result", "plain"
 _SOURCES = {_KEPT: int, _GIVEN: int, _RESULT: type(None), _PLAIN: PLAIN}
@@ -83,14 +89,17 @@ def _source(entry: Any, given: Sequence[Any], result: Any, kept: list[torch.Tens
 class Window:
     """A block's entries in a call's list."""
 
-    def __init__(self, cls: type, names: FrameCache, size: int, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """`size` is how many entries the block uses. Raises Unsupported if the list has no such entries."""
-        bound = bound_cache(cls, names, args, kwargs)
-        if bound is None:
-            raise ValueError("a call without a list has no window")
+    def __init__(self, names: FrameCache, bound: inspect.BoundArguments, size: int) -> None:
+        """`bound` comes from `bind_read`, and `size` is how many entries the block uses.
+
+        Raises Unsupported if the call has no list and cursor with such entries.
+        """
+        entries, cursor = bound.arguments[names.entries], bound.arguments.get(names.cursor)
+        if type(entries) is not list or type(cursor) is not list or [type(place) for place in cursor] != [int]:
+            raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         self._names, self._bound = names, bound
-        self._entries: list[Any] = bound.arguments[names.entries]
-        self._cursor: list[int] = bound.arguments[names.cursor]
+        self._entries: list[Any] = entries
+        self._cursor: list[int] = cursor
         self._start = self._cursor[0]
         if not 0 <= self._start <= len(self._entries) - size:
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
@@ -113,20 +122,31 @@ class Window:
         self._cursor[0] = self._start + moved
 
 
-def bound_cache(
-    cls: type, names: FrameCache, args: tuple, kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments | None:
-    """Return the arguments of a call that has a list of frames and a cursor; None if it has no list.
+def bind_read(cls: type, args: tuple, kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Bind a call, without the arguments that the code of `forward` does not read.
 
-    Raises Unsupported if these are something else.
+    All blocks of these VAEs are given the list, and whether a chunk is the last one. Blocks that need neither have one
+    graph for all. Raises Unsupported if the arguments do not fit.
     """
     try:
         bound = forward_signature(cls).bind(*args, **kwargs)
-    except TypeError:
-        return None  # whoever binds the call next says what does not fit
-    entries, cursor = bound.arguments.get(names.entries), bound.arguments.get(names.cursor)
-    if entries is None:
-        return None
-    if type(entries) is not list or type(cursor) is not list or [type(place) for place in cursor] != [int]:
-        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+    except TypeError as error:
+        raise Unsupported(ReasonCode.CALL_MISFIT, f"{cls.__name__}.forward: {error}") from None
+    for name in bound.arguments.keys() & _unread(cls, getattr(cls.forward, "__code__", None)):
+        del bound.arguments[name]
     return bound
+
+
+@lru_cache(maxsize=256)
+def _unread(cls: type, code: types.CodeType | None) -> frozenset[str]:
+    """Return the parameters with defaults that no instruction of a class's `forward` mentions."""
+    parameters = {n: p for n, p in forward_signature(cls).parameters.items() if p.default is not p.empty}
+    if code is None or not parameters.keys() <= set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
+        return frozenset()  # a wrapper, which hands on what it does not read
+    if not _LOOKING_AT_ALL.isdisjoint(code.co_names):
+        return frozenset()
+    mentioned: set[Any] = set()
+    for instruction in dis.get_instructions(code):
+        value = instruction.argval
+        mentioned.update(value if isinstance(value, tuple) else [value] if isinstance(value, str) else [])
+    return frozenset(parameters.keys() - mentioned)

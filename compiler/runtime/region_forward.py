@@ -30,7 +30,7 @@ from ..common.timing import compare
 from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.frame_window import Window
-from ..tracing.frame_windows import open_window
+from ..tracing.frame_windows import see
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
 from .region_kind import Miss, Plan, Refusal, RegionKind
@@ -132,8 +132,8 @@ class RegionForward:
             have_functions = self._refresh_if_changed(module)
             context = self._check_call(args, kwargs)
             patch_points = self._host.patch_points(context, self._kind.string_constants)
-            window = open_window(module, self._kind.fingerprint, self._host, self._kind.window_sizes, args, kwargs)
-            plan, tensors = self._plan(*(window.call() if window else (args, kwargs)), patch_points, running)
+            seen = see(module, self._kind.fingerprint, self._host, self._kind.window_sizes, args, kwargs)
+            plan, tensors = self._plan(seen.args, seen.kwargs, patch_points, running)
             if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
                 raise Unsupported.of(reason)
             patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
@@ -153,7 +153,7 @@ class RegionForward:
         if running:
             running.entries.add(plan.entry)
         run_eagerly = partial(self._eager, args, kwargs)
-        call = _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly, window)
+        call = _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly, seen.window)
         try:
             return self._serve(call)
         finally:

@@ -15,29 +15,41 @@ from torch import nn
 from ..common.host import FrameCache, Host
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree, without_fake_tensors
-from ..identity.frame_window import FrameWrites, Window, bound_cache
+from ..identity.frame_window import FrameWrites, Window, bind_read
 from .answered_values import unanswered
 from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 
 
-def open_window(
+@dataclass(frozen=True)
+class SeenCall:
+    """A call of a block as a graph sees it."""
+
+    args: tuple
+    kwargs: Mapping[str, Any]
+    window: Window | None = None
+    """The block's entries in the list of its call, if the block and the call keep frames."""
+
+
+def see(
     block: nn.Module, fingerprint: str, host: Host, sizes: MutableMapping[str, int], args: tuple, kwargs: Mapping
-) -> Window | None:
-    """Return a block's entries in the list of its call; None if the block or the call keeps no frames.
+) -> SeenCall:
+    """Return a call as a graph sees it.
 
     `sizes` remembers, by fingerprint, how many entries a block uses. Raises Unsupported if the call's list is no list
     of frames, or if the block uses it for something else.
     """
-    cls = type(block)
-    names = host.frame_cache(cls)
-    bound = names and bound_cache(cls, names, args, kwargs)
-    if not bound:
-        return None
+    names = host.frame_cache(type(block))
+    if names is None:
+        return SeenCall(args, kwargs)
+    bound = bind_read(type(block), args, kwargs)
+    if bound.arguments.get(names.entries) is None:
+        return SeenCall(bound.args, bound.kwargs)
     if fingerprint not in sizes:
         sizes[fingerprint] = _window_size(block, names, host, bound)
-    return Window(cls, names, sizes[fingerprint], args, kwargs)
+    window = Window(names, bound, sizes[fingerprint])
+    return SeenCall(*window.call(), window)
 
 
 class TracedWindow:
@@ -141,9 +153,9 @@ def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect
 @contextmanager
 def _fake_tensors() -> Iterator[None]:
     """Make fake tensors, on a thread that may infer or make fake tensors already."""
-    with torch.inference_mode(False), torch.no_grad(), without_fake_tensors():
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.inference_mode(False), torch.no_grad(), without_fake_tensors(), fake:
+        yield
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..common.torch_compat import FakeTensorMode, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
 from .answered_values import unanswered
-from .frame_windows import open_window
+from .frame_windows import see
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
 
@@ -137,8 +137,8 @@ def _observed_forward(
             return type(block).forward(block, *args, **kwargs)
 
     try:
-        window = open_window(block, fingerprint, host, window_sizes, args, kwargs)
-        call = bind(type(block), *(window.call() if window else (args, kwargs)), host.context_arguments)
+        given = see(block, fingerprint, host, window_sizes, args, kwargs)
+        call, window = bind(type(block), given.args, given.kwargs, host.context_arguments), given.window
         signature, tensors = read(call, fake=True)
         observed = _ObservedCall.of(call)
     except Unsupported:
