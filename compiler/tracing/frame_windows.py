@@ -21,6 +21,9 @@ from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 
+WindowSizes = MutableMapping[str, int | None]
+"""How many entries of its list a block uses, by fingerprint; None for one that does something else with the list."""
+
 
 @dataclass(frozen=True)
 class SeenCall:
@@ -33,11 +36,11 @@ class SeenCall:
 
 
 def see(
-    block: nn.Module, fingerprint: str, host: Host, sizes: MutableMapping[str, int], args: tuple, kwargs: Mapping
+    block: nn.Module, fingerprint: str, host: Host, sizes: WindowSizes, args: tuple, kwargs: Mapping[str, Any]
 ) -> SeenCall:
     """Return a call as a graph sees it.
 
-    `sizes` remembers, by fingerprint, how many entries a block uses. Raises Unsupported if the call's list is no list
+    `sizes` remembers how many entries blocks use. Raises Unsupported if the call's list is no list
     of frames, or if the block uses it for something else.
     """
     names = host.frame_cache(type(block))
@@ -48,7 +51,10 @@ def see(
         return SeenCall(bound.args, bound.kwargs)
     if fingerprint not in sizes:
         sizes[fingerprint] = _window_size(block, names, host, bound)
-    window = Window(names, bound, sizes[fingerprint])
+    size = sizes[fingerprint]
+    if size is None:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+    window = Window(names, bound, size)
     return SeenCall(*window.call(), window)
 
 
@@ -133,8 +139,11 @@ def _moved(cursor: list[Any]) -> int:
     return cursor[0].offset
 
 
-def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect.BoundArguments) -> int:
-    """Return how many entries a block uses, by running it once on fake tensors with nothing in the list."""
+def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect.BoundArguments) -> int | None:
+    """Return how many entries a block uses, by running it once on fake tensors with nothing in the list.
+
+    Returns None if it wants something else of the list.
+    """
     entries, cursor = _Entries(), [_Place(0)]
     own = {names.entries: entries, names.cursor: cursor}
     try:
@@ -145,9 +154,9 @@ def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect
             call = inspect.BoundArguments(bound.signature, {**given, **own})
             type(block).forward(probed, *call.args, **call.kwargs)
         return max(len(entries.values()), _moved(cursor))
-    except Exception as error:  # whatever it wants of the list besides entries
+    except Exception as error:
         log.debug("%s uses a list of frames in an unknown way", type(block).__name__, exc_info=error)
-        raise Unsupported(ReasonCode.WRITES_ARGUMENT) from error
+        return None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..common.torch_compat import FakeTensorMode, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
 from .answered_values import unanswered
-from .frame_windows import see
+from .frame_windows import WindowSizes, see
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
 
@@ -104,7 +104,7 @@ def _observe(
 ) -> dict[str, list[_ObservedCall]]:
     seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
     results: dict[Hashable, Any] = {}
-    window_sizes: dict[str, int] = {}
+    window_sizes: WindowSizes = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake, host.traced_functions(is_lenient=True), host.without_allocation_scopes():
         weightless = weightless_copy(
@@ -125,7 +125,7 @@ def _observed_forward(
     host: Host,
     seen: list[_ObservedCall],
     results: dict[Hashable, Any],
-    window_sizes: dict[str, int],
+    window_sizes: WindowSizes,
     /,
     *args: Any,
     **kwargs: Any,
