@@ -364,10 +364,19 @@ class _Call:
         if writes is None:
             return rebuilt, None
         result, kept = rebuilt
-        values = writes.values(self.window.given, result, kept)
+        values = writes.values(self.window.given, result, [_with_own_memory(tensor) for tensor in kept])
         if len(values) != len(self.window.given):
             raise ValueError("a graph that leaves another number of frames")
         return result, (values, writes.moved)
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that keeps little more memory than its own.
+
+    Inductor returns the last frames of a chunk as a view of the map that it put together for a convolution.
+    """
+    memory = tensor.untyped_storage().nbytes()
+    return tensor.clone(memory_format=torch.contiguous_format) if memory > 1.1 * tensor.nbytes else tensor
 
 
 def _left_otherwise(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any], int] | None) -> str:
