@@ -125,6 +125,14 @@ class GraphSpec:
         except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
             return False
 
+    def has_fixed_sizes(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a call with these input shapes has the sizes that tracing was asked to leave fixed."""
+        return all(
+            is_symbol or size == hint
+            for spec, shape in zip(self.inputs, shapes, strict=True)
+            for size, hint, is_symbol in zip(shape, spec.hints, spec.symbolic, strict=True)
+        )
+
     def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
         """Return the symbols that are 1 in this call.
 

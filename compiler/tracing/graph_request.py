@@ -68,11 +68,12 @@ class GraphRequest:
     ) -> GraphRequest | None:
         """Return the request for a graph like another one that is traced at these shapes; None if one is empty.
 
-        A block that keeps frames is called with chunks of several lengths. Its symbols keep their examples.
+        A block that keeps frames is called with chunks of several lengths. A graph for another length serves all sizes,
+        so its symbols keep their examples.
         """
         if any(0 in shape for shape in shapes):
             return None
-        if identity.spec.frames:
+        if identity.spec.frames and not identity.spec.has_fixed_sizes(shapes):
             shapes = [
                 [hint if is_symbol else size for size, hint, is_symbol in zip(shape, i.hints, i.symbolic, strict=True)]
                 for shape, i in zip(shapes, identity.spec.inputs, strict=True)

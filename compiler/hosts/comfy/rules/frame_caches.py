@@ -18,7 +18,10 @@ _CACHE = FrameCache(entries="feat_cache", cursor="feat_idx")
 @lru_cache(maxsize=256)
 def frame_cache(cls: type) -> FrameCache | None:
     """Return the names of the arguments for blocks that take them, whosever they are."""
-    taken = forward_signature(cls).parameters
+    try:
+        taken = forward_signature(cls).parameters
+    except (TypeError, ValueError):  # a module that TorchScript has made
+        return None
     return _CACHE if _CACHE.entries in taken and _CACHE.cursor in taken else None
 
 
