@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,16 @@ from .weight_source import NetworkWeights, ResidentWeights
 
 PatchCall = Callable[..., torch.Tensor]
 """Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
+
+
+@dataclass(frozen=True)
+class FrameCache:
+    """The names of two arguments by which blocks of a video VAE keep frames between the chunks of a video."""
+
+    entries: str
+    """A list that all blocks share. Each block reads and writes some entries of its own."""
+    cursor: str
+    """A list of one int: where the block's entries begin. The block moves it to where they end."""
 
 
 class RecordedPatches(Protocol):
@@ -184,6 +195,10 @@ class Host:
         Raises Unsupported for a function that nothing can take the place of.
         """
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, f"function ({function.replace(':', '.')})")
+
+    def frame_cache(self, cls: type) -> FrameCache | None:
+        """Return by which arguments blocks of a class keep frames between calls; None for blocks that keep none."""
+        return None
 
     def apply_writes(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Write to a call's context arguments what the region's own code would have written."""

@@ -12,6 +12,7 @@ import torch
 
 from ..common.torch_compat import pytree
 from .context_options import decode_writes
+from .frame_window import FrameWrites
 from .guard_expressions import evaluate
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -67,6 +68,16 @@ class GraphSpec:
     """Options that the code asked for and that the traced call did not have. Calls that have one run eagerly."""
     writes: str = ""
     """The values that the code leaves in its call's options, as `options.encode_writes` writes them."""
+    frames: str = ""
+    """What the code leaves in its frame cache, as `FrameWrites.to_text` writes it; empty for a call without one."""
+
+    @cached_property
+    def frame_writes(self) -> FrameWrites | None:
+        """What the code leaves in its frame cache. `rebuild` then returns the result, and the tensors to keep there.
+
+        Raises ValueError if the text is malformed.
+        """
+        return FrameWrites.from_text(self.frames) if self.frames else None
 
     def left_behind(self, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the values that a call with these input shapes leaves in its options."""
@@ -113,6 +124,14 @@ class GraphSpec:
             )
         except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
             return False
+
+    def has_fixed_sizes(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a call with these input shapes has the sizes that tracing was asked to leave fixed."""
+        return all(
+            is_symbol or size == hint
+            for spec, shape in zip(self.inputs, shapes, strict=True)
+            for size, hint, is_symbol in zip(shape, spec.hints, spec.symbolic, strict=True)
+        )
 
     def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
         """Return the symbols that are 1 in this call.

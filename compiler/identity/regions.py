@@ -30,6 +30,12 @@ LISTED = frozenset(
         "comfy.ldm.modules.diffusionmodules.model.Encoder",
         # TAESD stacks these in a Sequential.
         "comfy.taesd.taesd.Block",
+        # The video VAEs of Wan, which stack these in Sequentials. Between them frames are cut into smaller chunks.
+        "comfy.ldm.wan.vae.AttentionBlock",
+        "comfy.ldm.wan.vae.Resample",
+        "comfy.ldm.wan.vae.ResidualBlock",
+        "comfy.ldm.wan.vae2_2.Resample",
+        "comfy.ldm.wan.vae2_2.ResidualBlock",
         # The same in diffusers: the layers of its UNets, and the halves of its VAEs.
         "diffusers.models.resnet.ResnetBlock2D",
         "diffusers.models.resnet.SpatioTemporalResBlock",

@@ -205,7 +205,8 @@ class GraphSupply:
         region, entries = self._kinds.region_of(kind.fingerprint), kind.graphs_of(miss.signature.text)
         request = None
         if region and entries:
-            request = GraphRequest.at(miss.shapes, entries[0].graph, region, self._kinds.target.device)
+            alike = next((e for e in entries if e.graph.spec.has_fixed_sizes(miss.shapes)), entries[0])
+            request = GraphRequest.at(miss.shapes, alike.graph, region, self._kinds.target.device)
         if request is None:
             return Reason(ReasonCode.SIZES_OUTSIDE)
         self._check_cancelled()

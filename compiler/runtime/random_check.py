@@ -64,14 +64,19 @@ def _checked(
         weights = [group[name] for _, (group, name) in tensor_slots(module)]
         inputs = _random_inputs(request, spec, generator)
         theirs = [tensor.clone() for tensor in inputs]
-        expected = call_forward(
-            module, request.signature.fill(theirs), {name: {} for name in request.signature.context}
-        )
+        arguments, names = request.signature.fill(theirs), host.frame_cache(type(module))
+        given = list(arguments[names.entries]) if spec.frame_writes else []
+        expected = call_forward(module, arguments, {name: {} for name in request.signature.context})
+        if spec.frame_writes:
+            expected = expected, arguments[names.entries]
     except Exception as error:  # code that wants more of its call than its shapes
         log.debug("%s on random weights", spec.region, exc_info=error)
         return CheckResult(skipped=f"the uncompiled block does not run on random weights ({one_line(error)})")
     try:
         found = spec.rebuild(entry.graph(weights, inputs))
+        if writes := spec.frame_writes:
+            result, kept = found
+            found = result, writes.values(given, result, kept)
     except Exception as error:  # a graph that cannot run is a graph that is wrong
         return CheckResult(wrong=one_line(error))
     written = spec.mutated

@@ -29,6 +29,8 @@ from ..common.tensors import tensors_in
 from ..common.timing import compare
 from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
+from ..identity.frame_window import Window
+from ..tracing.frame_windows import see
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
 from .region_kind import Miss, Plan, Refusal, RegionKind
@@ -130,7 +132,8 @@ class RegionForward:
             have_functions = self._refresh_if_changed(module)
             context = self._check_call(args, kwargs)
             patch_points = self._host.patch_points(context, self._kind.string_constants)
-            plan, tensors = self._plan(args, kwargs, patch_points, running)
+            seen = see(module, self._kind.fingerprint, self._host, self._kind.window_sizes, args, kwargs)
+            plan, tensors = self._plan(seen.args, seen.kwargs, patch_points, running)
             if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
                 raise Unsupported.of(reason)
             patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
@@ -150,7 +153,7 @@ class RegionForward:
         if running:
             running.entries.add(plan.entry)
         run_eagerly = partial(self._eager, args, kwargs)
-        call = _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly)
+        call = _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly, seen.window)
         try:
             return self._serve(call)
         finally:
@@ -167,7 +170,7 @@ class RegionForward:
             self._host.apply_writes(call.context, plan.writes)
         try:
             with calling(self._host.patch_call(call.context)) if call.patch_points else nullcontext():
-                return self._run(plan, call.weights, call.tensors)
+                result, left = call.found(self._run(plan, call.weights, call.tensors))
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
@@ -177,6 +180,9 @@ class RegionForward:
                 raise  # the inputs may be half written, or the captured graph is at fault
             self._retire(plan, f"{type(error).__name__}: {error}")
             return call.eager(call.context)
+        if call.window:
+            call.window.write(*left)
+        return result
 
     def _note_eager(self, reason: Reason) -> None:
         """Count an eager call of the region, and tell the running call."""
@@ -189,6 +195,10 @@ class RegionForward:
         module = self._module()
         args, kwargs = self._kind.context.replaced(args, kwargs, context)
         return type(module).forward(module, *args, **kwargs)
+
+    def _eager_apart(self, call: _Call) -> Any:
+        """Run the region's own code with a list of frames of its own."""
+        return self._eager(*call.window.call(), call.context)
 
     def _after_patch(self, failed: PatchFailed, call: _Call) -> Any:
         """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
@@ -270,11 +280,13 @@ class RegionForward:
             recorded.hand_over()
         try:
             with calling(recorded) if recorded else nullcontext():
-                ours = self._run(plan, call.weights, copies)
+                ours = call.found(self._run(plan, call.weights, copies))
             written = [plan.order[i] for i in spec.mutated]
-            error = (recorded.error if recorded else "") or disagreement(
+            left = call.window.now() if call.window else None
+            error = (recorded.error if recorded else "") or _left_otherwise(ours[1], left)
+            error = error or disagreement(
                 [*tensors_in(ours), *(copies[i] for i in written)],
-                [*tensors_in(theirs), *(call.tensors[i] for i in written)],
+                [*tensors_in((theirs, left)), *(call.tensors[i] for i in written)],
                 plan.entry.graph.precision or self._host.precision(self._module()),
             )
         except torch.cuda.OutOfMemoryError:  # eager had enough: another call will tell
@@ -304,6 +316,8 @@ class RegionForward:
         written = (call.tensors[call.plan.order[i]] for i in entry.graph.spec.mutated)
         with suppress(torch.cuda.OutOfMemoryError), _unchanged(written), same_random_numbers(self._kind.device):
             graph, eager = partial(self._run, call.plan, call.weights, copies), partial(call.eager, call.context)
+            if call.window:  # each run needs entries that no other run has written to
+                eager = partial(self._eager_apart, call)
             running = running_call(self._owner)
             entry.timing = compare(graph, eager, self._kind.device, running.shape if running else ())
 
@@ -336,6 +350,42 @@ class _Call:
     patches: frozenset[str]
     eager: Callable[[Mapping[str, Any]], Any]
     """Runs the region's own code with these context arguments."""
+    window: Window | None
+    """The region's entries in the list of frames that it is given."""
+
+    def found(self, rebuilt: Any) -> tuple[Any, tuple[list[Any], int] | None]:
+        """Return the region's result, and what it leaves in its entries and how far it moves the cursor.
+
+        `rebuilt` is what the graph returned. Raises ValueError if its contract does not fit the call.
+        """
+        writes = self.plan.entry.graph.spec.frame_writes
+        if (writes is None) != (self.window is None):
+            raise ValueError("a graph for a call with another list of frames")
+        if writes is None:
+            return rebuilt, None
+        result, kept = rebuilt
+        values = writes.values(self.window.given, result, [_with_own_memory(tensor) for tensor in kept])
+        if len(values) != len(self.window.given):
+            raise ValueError("a graph that leaves another number of frames")
+        return result, (values, writes.moved)
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that keeps little more memory than its own.
+
+    Inductor returns the last frames of a chunk as a view of the map that it put together for a convolution.
+    """
+    memory = tensor.untyped_storage().nbytes()
+    return tensor.clone(memory_format=torch.contiguous_format) if memory > 1.1 * tensor.nbytes else tensor
+
+
+def _left_otherwise(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any], int] | None) -> str:
+    """Return an error if a graph leaves other entries than eager, besides what their tensors hold."""
+
+    def outline(left: tuple[list[Any], int] | None) -> Any:
+        return left and ([t.shape if isinstance(t, torch.Tensor) else t for t in left[0]], left[1])
+
+    return "" if outline(ours) == outline(theirs) else "other entries in the list of frames"
 
 
 def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:

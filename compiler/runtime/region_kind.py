@@ -31,12 +31,16 @@ from ..identity.call_signature import (
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
 from ..identity.object_arguments import Dimension
+from ..tracing.frame_windows import WindowSizes
 
 MAX_PLANS = 1024
 """Remembered argument shapes per kind of region; past it they are worked out again."""
 
 MAX_BRANCHES = 4
 """Graphs for one signature: code that branches on a size gets one for each branch, and no more than this."""
+
+MAX_CHUNKS = 16
+"""The same for blocks that keep frames: chunks have one, two or four frames, and so have the frames that are kept."""
 
 _SIZES_OUTSIDE = Reason(ReasonCode.SIZES_OUTSIDE)
 _MANY_SIGNATURES = Reason(ReasonCode.MANY_SIGNATURES, str(MAX_SIGNATURES))
@@ -102,6 +106,8 @@ class RegionKind:
     """By argument shapes."""
     sizes: dict[Place, Dimension | None] = field(default_factory=dict)
     """Where calls have ints that are sizes for some graph."""
+    window_sizes: WindowSizes = field(default_factory=dict)
+    """How many entries of its list of frames the block uses: under its own fingerprint, once that is known."""
     closed: Reason | None = None
     """Why no call at all can be compiled."""
 
@@ -182,7 +188,7 @@ class RegionKind:
             return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
         if signature.text in self.refusals:
             return Refusal(self.refusals[signature.text])
-        if len(entries) >= MAX_BRANCHES:
+        if len(entries) >= (MAX_CHUNKS if any(e.graph.spec.frames for e in entries) else MAX_BRANCHES):
             return Refusal(_SIZES_OUTSIDE)
         return Miss(signature, shapes) if self.has_room(signature.text) else Refusal(_MANY_SIGNATURES)
 
@@ -235,7 +241,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
         if not t.is_contiguous(memory_format=fmt)
     )
     try:
-        writes = spec.left_behind(shapes)
+        writes, _ = spec.left_behind(shapes), spec.frame_writes
     except Exception as error:  # a file says what it likes
         return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
     return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)

@@ -29,7 +29,7 @@ from .private_files import UnusableKey
 from .signers import Signature
 from .trust import Trust
 
-FORMAT = 4
+FORMAT = 5
 SUFFIX = ".graph.safetensors"
 A = TypeVar("A")
 B = TypeVar("B")
@@ -330,6 +330,7 @@ def _spec(fields: Mapping[str, Any]) -> GraphSpec:
         tree=_text(fields["tree"]),
         reads=_each(_text, fields["reads"]),
         writes=_text(fields["writes"]),
+        frames=_text(fields["frames"]),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..common.errors import one_line
-from ..common.host import Host
+from ..common.host import FrameCache, Host
 from ..common.inner_tensors import plain_names, plain_tensors
 from ..common.reason import ReasonCode, Unsupported
 from ..common.tensor_slots import Slot, tensor_slots
@@ -40,6 +40,7 @@ from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSp
 from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs, LiteralTensors
+from .frame_windows import TracedWindow
 from .graph_request import GraphRequest
 from .low_rank import trace_branches
 from .weightless_copy import weightless_copy
@@ -98,22 +99,30 @@ class _PureRegion(nn.Module):
         functions: Callable[[], AbstractContextManager[Any]],
         operator_for: Callable[[str], Callable],
         has_maps: bool,
+        frame_cache: FrameCache | None,
     ) -> None:
         super().__init__()
-        hidden = region, put_weights, signature, context, functions, operator_for, has_maps
+        hidden = region, put_weights, signature, context, functions, operator_for, has_maps, frame_cache
         object.__setattr__(self, "hidden", hidden)
+        object.__setattr__(self, "frames", "")  # what the latest run has left in its frame cache
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, put_weights, signature, make_context, functions, operator_for, has_maps = self.hidden
+        region, put_weights, signature, make_context, functions, operator_for, has_maps, frame_cache = self.hidden
         context = make_context()
         put_weights(weights)
         arguments = signature.fill(inputs)
+        window = TracedWindow.of(frame_cache, arguments)
         with functions():
-            result = call_forward(region, arguments, context, operator_for)
+            given = arguments | window.arguments if window else arguments
+            result = call_forward(region, given, context, operator_for)
         if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+        if window:
+            writes, kept = window.writes(result)
+            object.__setattr__(self, "frames", writes.to_text())
         # Some blocks make their map contiguous at the end, which the next block would have to undo.
-        return pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
+        result = pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
+        return (result, kept) if window else result
 
 
 def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
@@ -175,7 +184,10 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         with functions(has_maps), LiteralTensors(), host.traced_functions():
             yield
 
-    pure = _PureRegion(weightless, held.put, request.signature, context, around, host.operator_for, has_maps)
+    frame_cache = host.frame_cache(type(request.module))
+    pure = _PureRegion(
+        weightless, held.put, request.signature, context, around, host.operator_for, has_maps, frame_cache
+    )
     auto = torch.export.Dim.AUTO
     rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
     ranks = [{0: rank} if is_factor(name) else None for name in held.names]
@@ -187,7 +199,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         raise Unsupported(ReasonCode.RANDOM)
     if collective := _collective(program):
         raise Unsupported(ReasonCode.COMMUNICATES, collective)
-    spec = _spec(request, program, held.names, formats, mutated)
+    spec = replace(_spec(request, program, held.names, formats, mutated), frames=pure.frames)
     if traced:
         reads = tuple(sorted(set().union(*(options.reads for options in traced))))
         spec = replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))

@@ -66,9 +66,18 @@ class GraphRequest:
     def at(
         cls, shapes: Sequence[Sequence[int]], identity: GraphIdentity, region: Region, device: torch.device
     ) -> GraphRequest | None:
-        """Return the request for a graph like another one that is traced at these shapes; None if one is empty."""
+        """Return the request for a graph like another one that is traced at these shapes; None if one is empty.
+
+        A block that keeps frames is called with chunks of several lengths. A graph for another length serves all sizes,
+        so its symbols keep their examples.
+        """
         if any(0 in shape for shape in shapes):
             return None
+        if identity.spec.frames and not identity.spec.has_fixed_sizes(shapes):
+            shapes = [
+                [hint if is_symbol else size for size, hint, is_symbol in zip(shape, i.hints, i.symbolic, strict=True)]
+                for shape, i in zip(shapes, identity.spec.inputs, strict=True)
+            ]
         inputs = [
             (tuple(shape), tuple(wanted and size > 1 for size, wanted in zip(shape, spec.symbolic, strict=True)))
             for shape, spec in zip(shapes, identity.spec.inputs, strict=True)

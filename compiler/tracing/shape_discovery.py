@@ -21,6 +21,7 @@ from ..common.torch_compat import FakeTensorMode, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
 from .answered_values import unanswered
+from .frame_windows import WindowSizes, see
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
 
@@ -103,6 +104,7 @@ def _observe(
 ) -> dict[str, list[_ObservedCall]]:
     seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
     results: dict[Hashable, Any] = {}
+    window_sizes: WindowSizes = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), fake, host.traced_functions(is_lenient=True), host.without_allocation_scopes():
         weightless = weightless_copy(
@@ -111,7 +113,8 @@ def _observe(
         host.prepare_for_tracing(weightless)
         for region, fingerprint in regions.items():
             block = weightless.get_submodule(region.path)
-            block.forward = partial(_observed_forward, block, fingerprint, host, seen[region.path], results)
+            notes = seen[region.path], results, window_sizes
+            block.forward = partial(_observed_forward, block, fingerprint, host, *notes)
         call(weightless, sizes)
     return seen
 
@@ -122,6 +125,7 @@ def _observed_forward(
     host: Host,
     seen: list[_ObservedCall],
     results: dict[Hashable, Any],
+    window_sizes: WindowSizes,
     /,
     *args: Any,
     **kwargs: Any,
@@ -133,7 +137,8 @@ def _observed_forward(
             return type(block).forward(block, *args, **kwargs)
 
     try:
-        call = bind(type(block), args, kwargs, host.context_arguments)
+        given = see(block, fingerprint, host, window_sizes, args, kwargs)
+        call, window = bind(type(block), given.args, given.kwargs, host.context_arguments), given.window
         signature, tensors = read(call, fake=True)
         observed = _ObservedCall.of(call)
     except Unsupported:
@@ -146,8 +151,11 @@ def _observed_forward(
         result = run()
         if not signature.has_unchanged_arguments(call.arguments, tensors):
             return result  # a block that writes to lists must run each time
-        results[known] = result
-    return pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
+        results[known] = result, window and window.now()
+    result, left = pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
+    if window:
+        window.write(*left)
+    return result
 
 
 def _with_sizes(one: _ObservedCall, other: _ObservedCall) -> tuple[_ObservedCall, _ObservedCall]:

@@ -22,11 +22,14 @@ from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
 from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS
+from .rules.frame_caches import keeps_frames
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
 MASK = "attention_mask"
 LYRICS = "conditioning_lyrics"
+CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
+"""Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
 TOKENS = "num_tokens"
 """Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
 
@@ -41,8 +44,8 @@ def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, An
     if kwargs.get(FRAMES):
         batch, kwargs[FRAMES] = batch * sizes.frames, sizes.frames
     area = (sizes.frames, sizes.height, sizes.width)[-(len(own) - 2) :]
-    if len(own) == 5 and own[2] == 1:
-        area = (1, *area[1:])
+    if len(own) == 5 and (own[2] == 1 or keeps_frames(weightless)):
+        area = (own[2], *area[1:])
     ways = [(batch, area), (own[0], area), (batch, own[2:]), (own[0], own[2:])]
     for way in ways:
         try:
@@ -168,12 +171,13 @@ def coding_call(vae: Any, method: str) -> ModelCall:
     def call(network: nn.Module, sizes: Sizes) -> None:
         # A video VAE says by functions of a length how much it compresses.
         scale = vae.downscale_ratio if isinstance(vae.downscale_ratio, int | float) else vae.downscale_ratio[-1]
-        area = (sizes.frames, sizes.height, sizes.width)[-dimensions:]
-        channels = vae.latent_channels
+        channels, sides = vae.latent_channels, (sizes.height, sizes.width)
         if method == "encode":
-            channels, area = 3, (*area[:-2], *(side * scale for side in area[-2:]))
-        data = torch.empty((sizes.batch, channels, *area), dtype=vae.vae_dtype, device=vae.device)
-        getattr(type(network), method)(network, data)
+            channels, sides = 3, [side * scale for side in sides]
+        for frames in CHUNKED[method] if keeps_frames(network) else [sizes.frames]:
+            area = (frames, *sides)[-dimensions:]
+            data = torch.empty((sizes.batch, channels, *area), dtype=vae.vae_dtype, device=vae.device)
+            getattr(type(network), method)(network, data)
 
     return call
 

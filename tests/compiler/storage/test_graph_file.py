@@ -37,6 +37,7 @@ SPEC = GraphSpec(
     mutated=(0,),
     outputs=(True, False),
     tree="[1, {}]",
+    frames='[1, [["kept", 0]]]',
 )
 
 

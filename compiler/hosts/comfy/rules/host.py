@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....common.host import Host
+from ....common.host import FrameCache, Host
 from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import Reason, ReasonCode
 from ....common.weight_source import NetworkWeights
@@ -33,7 +33,7 @@ from ..comfy_compat import (
     STEPS,
     WRAPPERS,
 )
-from . import attention_patches, gguf_weights, quantized_weights
+from . import attention_patches, frame_caches, gguf_weights, quantized_weights
 from .scaled_fp8 import multiply_weights
 
 FORCE_CAST = "comfy_force_cast_weights"
@@ -191,6 +191,9 @@ class ComfyHost(Host):
         options = context.get(OPTIONS)
         if options is not None:
             options.update({name: fresh(value) for name, value in values.items()})
+
+    def frame_cache(self, cls: type) -> FrameCache | None:
+        return frame_caches.frame_cache(cls)
 
     def operator_for(self, function: str) -> Callable:
         """Text encoders hand their blocks one of ComfyUI's attention functions."""

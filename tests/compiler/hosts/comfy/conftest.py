@@ -151,6 +151,7 @@ KL = {
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
 }  # fmt: skip
 NARROW = {"ch": 32, "ch_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+NARROW_WAN = {"dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 """ComfyUI reads off a checkpoint what kind of VAE it is, but not its width; normalisation wants 32 groups."""
 MODEL = "comfy.ldm.modules.diffusionmodules.model"
 LTXV = {
@@ -203,14 +204,14 @@ def _network(name: str) -> torch.nn.Module:
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
         return VideoVAE(config=LTXV if name == "ltxv" else NOISY_LTXV)
-    temporal = {"attn_scales": [], "temperal_downsample": [False, True, True]}
+    temporal = {"attn_scales": [], "temperal_downsample": [False, True, True], **NARROW_WAN}
     if name == "wan":
         from comfy.ldm.wan.vae import WanVAE
 
-        return WanVAE(dim=8, z_dim=16, **temporal)
+        return WanVAE(z_dim=16, **temporal)
     from comfy.ldm.wan.vae2_2 import WanVAE as WanVAE22
 
-    return WanVAE22(dim=8, dec_dim=8, z_dim=48, **temporal)
+    return WanVAE22(dec_dim=8, z_dim=48, **temporal)
 
 
 def _engine(changes: dict[str, Any], decoder: str, **decoder_changes: Any) -> torch.nn.Module:
@@ -238,8 +239,8 @@ def _narrow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(comfy.sd, "AutoencoderKL", kl)
     if hasattr(comfy.sd.VAE, "decode_tiled_3d"):
         wan, wan22 = comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE
-        patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: wan(**config | {"dim": 8}))
-        patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: wan22(**config | {"dim": 8, "dec_dim": 8}))
+        patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: wan(**config | NARROW_WAN))
+        patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: wan22(**config | NARROW_WAN | {"dec_dim": 8}))
 
 
 def _fill(network: torch.nn.Module, seed: int) -> None:

@@ -1,0 +1,171 @@
+"""Traces and probes blocks of video VAEs that keep frames in a list (`identity.frame_window`)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..common.host import FrameCache, Host
+from ..common.reason import ReasonCode, Unsupported
+from ..common.torch_compat import FakeTensorMode, pytree, without_fake_tensors
+from ..identity.frame_window import FrameWrites, Window, bind_read
+from .answered_values import unanswered
+from .weightless_copy import weightless_copy
+
+log = logging.getLogger(__name__)
+
+WindowSizes = MutableMapping[str, int | None]
+"""How many entries of its list a block uses, by fingerprint; None for one that does something else with the list."""
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """A call of a block as a graph sees it."""
+
+    args: tuple
+    kwargs: Mapping[str, Any]
+    window: Window | None = None
+    """The block's entries in the list of its call, if the block and the call keep frames."""
+
+
+def see(
+    block: nn.Module, fingerprint: str, host: Host, sizes: WindowSizes, args: tuple, kwargs: Mapping[str, Any]
+) -> SeenCall:
+    """Return a call as a graph sees it.
+
+    `sizes` remembers how many entries blocks use. Raises Unsupported if the call's list is no list
+    of frames, or if the block uses it for something else.
+    """
+    names = host.frame_cache(type(block))
+    if names is None:
+        return SeenCall(args, kwargs)
+    bound = bind_read(type(block), args, kwargs)
+    if bound.arguments.get(names.entries) is None:
+        return SeenCall(bound.args, bound.kwargs)
+    if fingerprint not in sizes:
+        sizes[fingerprint] = _window_size(block, names, host, bound)
+    size = sizes[fingerprint]
+    if size is None:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+    window = Window(names, bound, size)
+    return SeenCall(*window.call(), window)
+
+
+class TracedWindow:
+    """Takes the place of a call's list and cursor while a block is traced. Nothing else in the list can be reached."""
+
+    def __init__(self, names: FrameCache, given: list[Any]) -> None:
+        self._given = list(given)
+        self._entries, self._cursor = _Entries(given), [_Place(0)]
+        self.arguments = {names.entries: self._entries, names.cursor: self._cursor}
+
+    @classmethod
+    def of(cls, names: FrameCache | None, arguments: Mapping[str, Any]) -> TracedWindow | None:
+        """Return the window that a call's arguments hold; None if they hold none."""
+        given = arguments.get(names.entries) if names else None
+        return None if given is None else cls(names, given)
+
+    def writes(self, result: Any) -> tuple[FrameWrites, list[torch.Tensor]]:
+        """Return what a block that returned `result` has left, and the tensors to keep, with memory of their own.
+
+        An entry may be the last frames of a chunk. A view of it would keep the chunk alive.
+        """
+        left, moved = self._entries.values(), _moved(self._cursor)
+        writes, kept = FrameWrites.of(self._given, left, moved, result)
+        return writes, [tensor.clone() for tensor in kept]
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A place in a list, counted from a block's first entry. Code can count on, and cannot learn where that is."""
+
+    offset: int
+
+    def __add__(self, places: int) -> _Place:
+        return _Place(self.offset + places) if type(places) is int else NotImplemented
+
+    __radd__ = __add__
+
+    def _depend(self, *_: Any) -> NoReturn:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __int__ = __index__ = _depend
+
+
+class _Entries:
+    """A list of entries that can be read and written one by one."""
+
+    def __init__(self, given: list[Any] | None = None) -> None:
+        """Without given entries, each is None, and there are as many as are used."""
+        self._values = dict(enumerate(given or ()))
+        self._grows = given is None
+
+    def values(self) -> list[Any]:
+        """Return all entries, in order."""
+        return [self._values.get(place) for place in range(1 + max(self._values, default=-1))]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._values[self._offset(place)]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._values[self._offset(place)] = value
+
+    def _offset(self, place: Any) -> int:
+        offset = place.offset if type(place) is _Place else -1
+        if self._grows and offset >= 0:
+            self._values.setdefault(offset, None)
+        if offset not in self._values:
+            raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+        return offset
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+
+    __len__ = __bool__ = __iter__ = __contains__ = __delitem__ = __add__ = __iadd__ = __eq__ = _refuse
+    append = extend = insert = pop = clear = copy = index = count = remove = reverse = sort = _refuse
+    __hash__ = None
+
+
+def _moved(cursor: list[Any]) -> int:
+    if [type(place) for place in cursor] != [_Place]:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+    return cursor[0].offset
+
+
+def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect.BoundArguments) -> int | None:
+    """Return how many entries a block uses, by running it once on fake tensors with nothing in the list.
+
+    Returns None if it wants something else of the list.
+    """
+    entries, cursor = _Entries(), [_Place(0)]
+    own = {names.entries: entries, names.cursor: cursor}
+    try:
+        with _fake_tensors(), host.traced_functions(is_lenient=True), unanswered():
+            probed = weightless_copy(block, host, _empty_like)
+            host.prepare_for_tracing(probed)
+            given = pytree.tree_map_only(torch.Tensor, _empty_like, {**bound.arguments, **dict.fromkeys(own)})
+            call = inspect.BoundArguments(bound.signature, {**given, **own})
+            type(block).forward(probed, *call.args, **call.kwargs)
+        return max(len(entries.values()), _moved(cursor))
+    except Exception as error:
+        log.debug("%s uses a list of frames in an unknown way", type(block).__name__, exc_info=error)
+        return None
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """Make fake tensors, on a thread that may infer or make fake tensors already."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.inference_mode(False), torch.no_grad(), without_fake_tensors(), fake:
+        yield
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
