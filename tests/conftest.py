@@ -13,7 +13,11 @@ NEEDS = {
     "compiler": "has Inductor compile: it has the fixture `cpp_compiler`",
     "comfyui": "runs ComfyUI, in a server or here: it has that fixture, or is in compiler/hosts/comfy",
     "oneflow": "runs graphs with OneFlow, on the CPU",
+    "slow": "takes long, and is left out by CI: slow.txt lists it",
 }
+SLOW = tuple(
+    line for line in Path(__file__).with_name("slow.txt").read_text("utf-8").splitlines() if not line.startswith("#")
+)
 COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "cl", "cl.exe"}
 _running: list[pytest.Item] = []
 """The test that is running, if any."""
@@ -35,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             "server": "start_server" in fixtures,
             "compiler": "cpp_compiler" in fixtures,
             "comfyui": "start_server" in fixtures or in_here,
+            "slow": item.nodeid.startswith(SLOW),
         }
         for name in (name for name, is_needed in needed.items() if is_needed):
             item.add_marker(name)

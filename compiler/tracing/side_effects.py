@@ -124,26 +124,53 @@ def untouched_caches() -> Iterator[None]:
 
     Single entries cannot be removed. Clearing is safe, because a cache may lose its entries at any time.
     """
-    before = {cache: cache.cache_info().misses for cache in list(_known_caches)}
+    before = {cache: cache.cache_info().misses for cache in _caches.known()}
     try:
         yield
     finally:
-        _known_caches.update(_caches())
-        for cache in list(_known_caches):
+        for cache in _caches.all():
             if cache.cache_info().misses != before.get(cache, 0):
                 cache.cache_clear()
 
 
-_known_caches: weakref.WeakSet = weakref.WeakSet()
-"""Caches that were found before. A search for all of them takes 30 ms, so each use searches only once."""
+class _Caches:
+    """The process's caches.
+
+    A search takes a tenth of a second and more, so it is made only if there are more of them. Each holds a reference to
+    its class, so the class's references tell how many there are.
+    """
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakSet = weakref.WeakSet()
+        self._besides: int | None = None
+        """References to the class that are not those of caches."""
+
+    def known(self) -> list[functools._lru_cache_wrapper]:
+        """Return those that were found before and may hold tensors of a network."""
+        return [cache for cache in list(self._found) if not _is_pure(getattr(cache, "__module__", None) or "")]
+
+    def all(self) -> list[functools._lru_cache_wrapper]:
+        """Return all that may hold tensors of a network."""
+        if not _counts_references() or sys.getrefcount(_CACHE) - len(self._found) != self._besides:
+            self._found.update(_search())
+            self._besides = sys.getrefcount(_CACHE) - len(self._found)
+        return self.known()
 
 
-def _caches() -> list[functools._lru_cache_wrapper]:
-    found = gc.get_referrers(functools._lru_cache_wrapper)
+_CACHE = functools._lru_cache_wrapper
+_caches = _Caches()
+
+
+def _counts_references() -> bool:
+    """Whether references to classes are counted in one place. Python without the lock counts them by thread."""
+    return getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+def _search() -> list[functools._lru_cache_wrapper]:
+    found = gc.get_referrers(_CACHE)
     if gc.get_freeze_count():  # the collector no longer sees what was there before `gc.freeze`
         found = [*found, *_frozen()]
-    caches = (item for item in found if type(item) is functools._lru_cache_wrapper)
-    return [cache for cache in caches if not _is_pure(getattr(cache, "__module__", None) or "")]
+    return [item for item in found if type(item) is _CACHE]
 
 
 def _frozen() -> Iterator[Any]:
@@ -151,7 +178,7 @@ def _frozen() -> Iterator[Any]:
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         for item in list(vars(module).values()):
             yield item
-            if isinstance(item, type):
+            if issubclass(type(item), type):  # `isinstance` asks the item, which may warn
                 yield from list(vars(item).values())
 
 

@@ -6,7 +6,6 @@ import functools
 import gc
 import random
 import threading
-import weakref
 from collections import deque
 
 import numpy
@@ -133,9 +132,22 @@ def test_probe_leaves_nothing_behind(registry, way):
     torch.testing.assert_close(network(x), plain(x))
 
 
-def test_caches_that_the_collector_no_longer_sees_are_cleared(monkeypatch):
-    monkeypatch.setattr(side_effects, "_known_caches", weakref.WeakSet())
+@pytest.fixture
+def search(monkeypatch):
+    """Return the searches for caches that were made, with none known at first."""
+    found, search = [], side_effects._search
+
+    def counted():
+        found.append(search())
+        return found[-1]
+
+    monkeypatch.setattr(side_effects, "_search", counted)
+    monkeypatch.setattr(side_effects, "_caches", side_effects._Caches())
     cached_grid.cache_clear()
+    return found
+
+
+def test_caches_that_the_collector_no_longer_sees_are_cleared(search):
     gc.freeze()
     try:
         with side_effects.untouched_caches():
@@ -143,6 +155,19 @@ def test_caches_that_the_collector_no_longer_sees_are_cleared(monkeypatch):
         assert cached_grid.cache_info().currsize == 0
     finally:
         gc.unfreeze()
+
+
+def test_a_search_is_made_only_if_there_are_new_caches(search):
+    for _ in range(3):
+        with side_effects.untouched_caches():
+            cached_grid(16)
+        assert cached_grid.cache_info().currsize == 0
+    assert len(search) == (1 if side_effects._counts_references() else 3)
+    with side_effects.untouched_caches():
+        new = functools.lru_cache(lambda width: torch.arange(width))
+        new(16)
+    assert new.cache_info().currsize == 0
+    assert new in search[-1]
 
 
 def test_earlier_cache_entries_stay():

@@ -274,7 +274,8 @@ class OddBlock(nn.Module):
         return torch.cumsum(self.linear(x), dim=1)
 
 
-def test_missing_operator_is_named_and_stays_eager():
+def test_missing_operator_is_named_and_stays_eager(monkeypatch):
+    monkeypatch.setattr(type(BACKEND), "available", lambda backend, device: None)  # whether OneFlow is here or not
     network = Odd()
     compiled = compile_network(network, Registry(), BACKEND)
     (x,) = network.inputs(sizes())

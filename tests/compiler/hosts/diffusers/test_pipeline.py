@@ -41,6 +41,8 @@ from diffusers import (
 from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL import Image
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 BOUND = 1e-4
 """Relative error of an image in single precision."""
 SIZES = [(64, 64, 1), (64, 96, 1), (32, 128, 2), (80, 48, 1)]

@@ -62,17 +62,23 @@ def make():
     return make_pipe
 
 
-def calling(before="pass"):
-    """Return a call that does something first, and gives the image and what its process has compiled and loaded."""
+def calling(kill_at=None, mark="", fail_at=None):
+    """Return a call that gives the image, and what its process has compiled and loaded.
+
+    The first process that comes to the item `kill_at` ends there, and the item `fail_at` always fails.
+    """
 
     def call(pipe, item):
         import os
-        import time
 
         import torch
         from compiled_graphs.compiler.common.counters import totals
 
-        exec(before, {"os": os, "time": time, "item": item})
+        if item == kill_at and not os.path.exists(mark):
+            open(mark, "w").close()
+            os._exit(1)
+        if item == fail_at:
+            raise ValueError("no such size")
         embeds = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(item))
         made = pipe(prompt_embeds=embeds, negative_prompt_embeds=embeds, height=64, width=64, num_inference_steps=1,
                     output_type="pt", generator=torch.Generator().manual_seed(item))  # fmt: skip
@@ -123,9 +129,7 @@ def test_over_the_cluster_each_graph_is_compiled_once_and_results_are_right(shar
 
 def test_a_killed_workers_prompt_is_done_by_another_with_graphs_from_the_store(shared, told, tmp_path):
     mark = tmp_path / "killed"
-    kill = f"if item == 1 and not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w').close(); os._exit(1)"
-    fail = "if item == 3: raise ValueError('no such size')"
-    outcomes = mapped(range(5), shared, told, calling(f"{kill}\n{fail}"))
+    outcomes = mapped(range(5), shared, told, calling(kill_at=1, mark=str(mark), fail_at=3))
     failed = outcomes.pop(3)
     assert "no such size" in failed.error  # its own: nobody else tries it
     assert not failed.attempts
