@@ -414,7 +414,7 @@ def test_import_of_the_nodes_is_cheap_and_has_no_effects(tmp_path):
     result = python(_PRELUDE + _IMPORT, comfyui=COMFYUI, folder=ROOT, home=tmp_path)
     assert result["is watched"]
     assert result["nodes"] >= 5
-    assert result["calls"] < 20_000  # the import makes 16,000 calls, and ComfyUI waits for them
+    assert result["calls"] < 25_000  # the import makes 20,000 calls, and ComfyUI waits for them
     # The package index's ComfyUI makes each folder of models that an extension registers.
     assert [event for event in result["events"] if not event[1].startswith(str(tmp_path / "models"))] == []
     assert result["threads"] == 0

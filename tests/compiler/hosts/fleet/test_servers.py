@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 import socket
 import subprocess
 import sys
@@ -75,7 +76,9 @@ def test_the_pages_program_runs(start_server, workflow, tmp_path, monkeypatch):
     with start_server() as server:
         program = textwrap.dedent(lines)
         assert program.count('"http://10.0.0.5:8188", "http://10.0.0.6:8188"') == 1
-        exec(program.replace('"http://10.0.0.5:8188", "http://10.0.0.6:8188"', f'"{server.address}"'), {})
+        program = program.replace('"http://10.0.0.5:8188", "http://10.0.0.6:8188"', f'"{server.address}"')
+        (tmp_path / "page.py").write_text(program)
+        runpy.run_path(str(tmp_path / "page.py"))
     assert sorted(path.name[0] for path in tmp_path.glob("*.png")) == ["0", "1", "2", "3"]
 
 
