@@ -54,12 +54,22 @@ def panel(page):
 
 
 @pytest.fixture
-def run(server, page, workflow):
+def load(page, workflow):
+    """Return a function that loads the tiny workflow in the frontend, as one that was never opened before."""
+
+    def load():
+        page.evaluate(
+            "async prompt => { await app.loadApiJson(prompt, 'my workflow'); app.graph.id = crypto.randomUUID(); }",
+            workflow(),
+        )
+
+    return load
+
+
+@pytest.fixture
+def run(server, page, load):
     """Load the tiny workflow in the frontend. Return a function that queues it and waits for its end."""
-    page.evaluate(
-        "async prompt => { await app.loadApiJson(prompt, 'my workflow'); app.graph.id = crypto.randomUUID(); }",
-        workflow(),
-    )
+    load()
 
     def run():
         page.evaluate(
@@ -239,11 +249,12 @@ def test_a_reloaded_workflow_shows_what_its_nodes_said_last(page, panel, run):
     assert status.count() == 1
 
 
-def test_everything_is_there_in_chinese(page, panel, run):
+def test_everything_is_there_in_chinese(page, panel, load, run):
     set_locale = "locale => app.extensionManager.setting.set('Comfy.Locale', locale)"
     page.evaluate(set_locale, "zh")
     try:
-        see(page.locator("body"), "运行")  # the frontend draws itself anew
+        see(page.locator("body"), "运行")  # drawn anew, perhaps from before the workflow had its id
+        load()
         run()
         see(page.locator(".compiled-graphs-status"), "就绪")
         see(panel, "3 种块中已编译 3 种")
