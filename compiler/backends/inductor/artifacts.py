@@ -22,6 +22,7 @@ from ...tracing.export import ExportedRegion
 from .other_gpu import can_move, moved
 from .repeated_subgraphs import folded, tracing_once
 from .split_products import can_split, split_linears
+from .triton_library import TritonLibrary, built_library
 from .tuning import preferences, settings
 
 log = logging.getLogger(__name__)
@@ -34,20 +35,29 @@ class OtherProcessor(Exception):
 
 
 class Artifact:
-    """An artifact of `standalone_compile`, just compiled or loaded."""
+    """An artifact of `standalone_compile`, just compiled or loaded, and the library that Triton needs to run it."""
 
-    def __init__(self, artifact: Any) -> None:
+    _ARTIFACT, _LIBRARY = "artifact", "triton/"
+
+    def __init__(self, artifact: Any, library: TritonLibrary | None = None) -> None:
         self._artifact = artifact
+        self._library = library
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._artifact(*tensors)
 
     def to_bytes(self) -> bytes:
+        library = self._library or built_library()
+        buffer = io.BytesIO()
         # torch can save an artifact only to a path.
-        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
-            path = Path(folder, "artifact")
+        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder, zipfile.ZipFile(buffer, "w") as archive:
+            path = Path(folder, self._ARTIFACT)
             self._artifact.save(path=str(path), format="binary")
-            return path.read_bytes()
+            archive.write(path, self._ARTIFACT)
+            if library is not None:
+                name = f"{self._LIBRARY}{library.source}/{library.name}"
+                archive.writestr(name, library.data, zipfile.ZIP_DEFLATED)
+        return buffer.getvalue()
 
     @classmethod
     def compile(cls, exported: ExportedRegion) -> Artifact:
@@ -67,12 +77,24 @@ class Artifact:
     @classmethod
     def load(cls, data: bytes, device: torch.device) -> Artifact:
         """Load an artifact for a GPU. Raises CannotMove if it is for another one and cannot be moved."""
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            artifact, library = archive.read(cls._ARTIFACT), cls._library_in(archive)
         if device.index is not None and can_move():
-            data = moved(data, device.index)
+            artifact = moved(artifact, device.index)
+        if library is not None:
+            library.put()
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
-            path = Path(folder, "artifact")
-            path.write_bytes(data)
-            return cls(CompiledArtifact.get().load(path=str(path), format="binary"))
+            path = Path(folder, cls._ARTIFACT)
+            path.write_bytes(artifact)
+            return cls(CompiledArtifact.get().load(path=str(path), format="binary"), library)
+
+    @classmethod
+    def _library_in(cls, archive: zipfile.ZipFile) -> TritonLibrary | None:
+        for name in archive.namelist():
+            if name.startswith(cls._LIBRARY):
+                source, _, file = name.removeprefix(cls._LIBRARY).partition("/")
+                return TritonLibrary(source, file, archive.read(name))
+        return None
 
 
 def _compiled_in_parts(module: torch.fx.GraphModule) -> Any:

@@ -160,6 +160,17 @@ def test_there_is_none_without_memory(monkeypatch):
     assert workers._template is None
 
 
+def test_it_ends_without_a_word_if_its_starter_ends_first():
+    code = (
+        "import os, sys; sys.path[:] = eval(sys.argv[1])\n"
+        "from compiled_graphs.compiler.compile_cache.worker_template import Template\n"
+        "from compiled_graphs.compiler.compile_cache.worker_main import Setup\n"
+        "Template(Setup(tuple(sys.path), backend='eager')); os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, repr(sys.path)], capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+
+
 def test_nothing_outlives_the_process_that_started_it():
     code = (
         "import os, sys; sys.path[:] = eval(sys.argv[1])\n"

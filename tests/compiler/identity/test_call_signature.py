@@ -16,6 +16,7 @@ from compiled_graphs.compiler.identity.call_signature import (
 )
 from networks import KeywordBlock, OptionsBlock, StreamBlock, TransformerBlock
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 ENVIRONMENT = {"backend": "eager", "torch": "2.8"}
 
@@ -35,6 +36,37 @@ def key(block, *args, sizes=(None, None, 16), environment=ENVIRONMENT, identity=
 def test_positional_and_keyword_calls_have_one_key():
     x, mask = tokens(), torch.zeros(2, 1, 7, 7)
     assert key(TransformerBlock, x, mask) == key(TransformerBlock, mask=mask, x=x)
+
+
+def on(*devices):
+    """Return fake tensors on these devices, which need not be there."""
+    with FakeTensorMode():
+        return [torch.empty(2, 7, 16, device=device) for device in devices]
+
+
+def text_of(*devices):
+    x, *rest = on(*devices)
+    call = Call({"x": x, "more": {"rest": rest}}, {})
+    return read(call, fake=True)[0].text
+
+
+def test_gpus_of_a_kind_have_one_signature():
+    assert text_of("cuda:0", "cpu", "cuda:0") == text_of("cuda:1", "cpu", "cuda:1")
+    assert text_of("cpu", "cuda:0") == text_of("cpu", "cuda:1")
+
+
+def test_where_tensors_are_is_in_the_signature():
+    texts = {
+        text_of(*devices)
+        for devices in [
+            ("cuda:0", "cuda:0"),
+            ("cuda:0", "cpu"),
+            ("cpu", "cuda:0"),
+            ("cpu", "cpu"),
+            ("cuda:0", "cuda:1"),
+        ]
+    }
+    assert len(texts) == 5
 
 
 def test_explicit_default_has_the_same_key():
