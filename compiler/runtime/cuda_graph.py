@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..common.devices import with_number
 from ..common.torch_compat import can_see_syncs, clear_cublas_workspaces, end_allocate_to_pool, release_pool
 
 _NON_BLOCKING = 1
@@ -147,8 +148,7 @@ def return_lent_memory(device: torch.device) -> None:
         return
     with suppress(AttributeError):  # a driver that has no such call keeps none either
         handle = ctypes.c_int()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        driver.cuDeviceGet(ctypes.byref(handle), index)
+        driver.cuDeviceGet(ctypes.byref(handle), with_number(device).index)
         driver.cuDeviceGraphMemTrim(handle)
 
 

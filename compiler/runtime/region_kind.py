@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.devices import is_another
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.inner_tensors import plain_tensors
@@ -182,7 +183,7 @@ class RegionKind:
             signature, ordered = self._read(bind(self.cls, args, kwargs, self.context.names), patch_points)
         except Unsupported as error:
             return Refusal(error.reason)
-        if any(_is_on_another_of_a_kind(tensor.device, self.device) for tensor in ordered):
+        if any(is_another(tensor.device, self.device) for tensor in ordered):
             return Refusal(Reason(ReasonCode.CALL_DEVICE))
         shapes = tuple(tuple(t.shape) for t in ordered)
         entries = self.graphs_of(signature.text)
@@ -256,11 +257,6 @@ def _unusual_weight(module: nn.Module, host: Host) -> Reason | None:
     except Unsupported as error:
         return error.reason
     return None
-
-
-def _is_on_another_of_a_kind(device: torch.device, own: torch.device) -> bool:
-    """Whether a device is of the same type and has another number. A device without one is the current one."""
-    return device.type == own.type and None not in (device.index, own.index) and device.index != own.index
 
 
 def _repeats(tensors: list[torch.Tensor]) -> tuple[int, ...] | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..backends.base import Backend
+from ..common.devices import with_number
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported
@@ -33,6 +34,9 @@ class Target:
     device: torch.device
     backend: Backend
     host: Host
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", with_number(self.device))
 
 
 @dataclass(frozen=True)

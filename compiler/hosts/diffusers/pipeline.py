@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ...backends import choose_backend
+from ...common.devices import with_number
 from ...common.files import open_regular, write_whole
 from ...compile_cache.graph_cache import GraphCache
 from ...identity.graph_spec import CompiledGraph, GraphIdentity
@@ -357,10 +358,7 @@ def _execution_device(network: nn.Module, owner: Any) -> torch.device:
     own = next(network.parameters()).device
     if own.type == "meta" and not any("_hf_hook" in module.__dict__ for module in network.modules()):
         raise ValueError(f"{type(network).__name__} has no weights yet (it is on the meta device): load them first")
-    device = torch.device(getattr(owner, "_execution_device", None) or own)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    return with_number(torch.device(getattr(owner, "_execution_device", None) or own))
 
 
 def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
