@@ -53,6 +53,8 @@ MAX_TABLE = 256
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _SHARED_NAMESPACES = (torch.nn.functional, torch, torch.Tensor)
 """People replace functions of torch here, for every model of the process. Layers call them without naming them."""
+_BASES = (nn.Module, object)
+"""They read no attributes of the classes that are derived from them, except their own."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, array.array, bytearray, str, int, float, bytes)
 
 
@@ -77,6 +79,20 @@ class Code:
     obscure: Reason | None = None
     read_by_others: frozenset[str] = frozenset()
     """The names that code of neither the host nor a library mentions: what it can read of the host's layers."""
+    attributes: frozenset[str] | None = None
+    """The names of attributes that the code reads; None if it may read any."""
+
+    def reads(self, name: str) -> bool:
+        """Whether the code may read an attribute of this name, or put the name together."""
+        if self.attributes is None or name in self.attributes:
+            return True
+        return _is_spelled(name, self.string_constants)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_spelled(name: str, strings: frozenset[str]) -> bool:
+    """Whether a string has a name in it, or is a part of it."""
+    return any(text in name or name in text for text in strings if text)
 
 
 _networks: weakref.WeakKeyDictionary[nn.Module, tuple[Host, Description, Watch]] = weakref.WeakKeyDictionary()
@@ -147,6 +163,16 @@ def settings_of(module: nn.Module, host: Host, read_by_others: frozenset[str] = 
     }
 
 
+def _numbers_of(module: nn.Module, settings: Mapping[str, Any]) -> list[str]:
+    """Return the names of a module's settings that are ints, such as the number of a layer.
+
+    The code of a library's class is not read, so all its settings count.
+    """
+    if any(base.__module__.partition(".")[0] in LIBRARIES for base in type(module).__mro__ if base not in _BASES):
+        return []
+    return [name for name in settings if type(module.__dict__.get(name)) is int]
+
+
 class Describer:
     """Describes the regions of a network at one moment. Reads code that several regions share only once."""
 
@@ -158,17 +184,20 @@ class Describer:
     def describe(self, module: nn.Module) -> Description:
         """Describe a region."""
         names: frozenset[str] = frozenset()
+        before = self._watch.mark()
         while True:
             description, code = self._describe(module, names)
             if code.read_by_others <= names:
                 return description
             names |= code.read_by_others
+            self._watch.rewind(before)  # the next pass reads the same modules, and more of each
 
     def _describe(self, module: nn.Module, read_by_others: frozenset[str]) -> tuple[Description, Code]:
         """Describe a region, given the names that the code of others reads; return its code as well."""
         settings_in = functools.partial(settings_of, host=self._host, read_by_others=read_by_others)
         values = _Values(self, {id(child): path for path, child in module.named_modules()})
         record: list[Any] = []
+        numbers: set[tuple[int, str]] = set()
         roots: set[Any] = set()
         is_arranged = self._host.uses_channels_last(module)
         for path, child in module.named_modules(remove_duplicate=False):
@@ -181,6 +210,7 @@ class Describer:
                 name: values.describe(self._host.setting(name, value), f"{path}.{name}" if path else name)
                 for name, value in settings_in(child).items()
             }
+            numbers |= {(len(record), name) for name in _numbers_of(child, settings)}
             tensors = {
                 name: self._weight(child, name, t, values, is_arranged)
                 for group in (child._parameters, child._buffers)
@@ -189,6 +219,9 @@ class Describer:
             }
             record.append([path, qualified_name(type(child)), settings, tensors])
         code = self.code(frozenset(roots | values.code))
+        for place, name in numbers:
+            if not code.reads(name):
+                del record[place][2][name]
         text = json.dumps([code.digest, record], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         return Description(digest, code.string_constants, values.obscure or code.obscure), code
@@ -439,6 +472,7 @@ class _CodeWalk:
         self._strings: set[str] = set()
         self._attributes: set[str] = set()
         self._read_by_others: set[str] = set()
+        self._reads_any_attribute = False
         self._additions: list[tuple[str, str, types.FunctionType]] = []
         """Functions that somebody has added to a library's classes and modules: owner, name, function."""
 
@@ -453,7 +487,9 @@ class _CodeWalk:
             pending.extend(self._class(item) if isinstance(item, type) else self._function(item))
             pending.extend(self._values.code - seen)
         digest = hashlib.sha256("\n\n".join(sorted(self._records)).encode()).hexdigest()
-        return Code(digest, frozenset(self._strings), self._values.obscure, frozenset(self._read_by_others))
+        attributes = None if self._reads_any_attribute else frozenset(self._attributes)
+        strings, others = frozenset(self._strings), frozenset(self._read_by_others)
+        return Code(digest, strings, self._values.obscure, others, attributes)
 
     def _replaced_in_torch(self) -> Iterator[types.FunctionType]:
         """Yield the functions that somebody has put in the place of torch's own."""
@@ -526,6 +562,8 @@ class _CodeWalk:
         self._strings.update(source.string_constants)
         self._attributes.update(source.attributes)
         home = _home(item)
+        # The host's layers are given to its own functions. What these read of a layer is listed.
+        self._reads_any_attribute |= source.reads_any_attribute and not _is_in(home, self._host.layer_modules)
         if not self._host.is_own_code(home) and not is_outside(home, self._host):
             self._read_by_others |= source.attributes | source.string_constants
         # Names are resolved again each time: an extension may have replaced a helper since the last description.

@@ -23,6 +23,11 @@ CONSTRUCTORS = frozenset({"__init__", "reset_parameters", "extra_repr"})
 _CHANGING = frozenset(
     {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove"}
 )
+_READ_ANY_ATTRIBUTE = frozenset(
+    {"vars", "dir", "eval", "exec", "attrgetter", "methodcaller", "__dict__", "__getattribute__", "copy", "deepcopy"}
+    | {"asdict", "astuple", "getmembers", "__getstate__", "__reduce__", "pickle", "locals"}
+)
+"""Names by which code reads attributes without naming them, or hands them to code that does."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Source:
     """Names of attributes that the code reads, on any object."""
     string_constants: frozenset[str] = field(default=frozenset())
     """String constants of the code. The code cannot look up another key by a constant."""
+    reads_any_attribute: bool = True
+    """Whether the code may read attributes that it does not name: by `vars`, or by a name that it computes."""
 
     @cached_property
     def digest(self) -> str:
@@ -100,7 +107,17 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         frozenset(_changed(nodes)) - {()},
         frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
+        any(map(_reads_any_attribute, nodes)),
     )
+
+
+def _reads_any_attribute(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        return len(node.args) < 2 or not isinstance(node.args[1], ast.Constant)
+    names = [getattr(node, "id", None), getattr(node, "attr", None)]
+    if isinstance(node, ast.ImportFrom):
+        names += [alias.name for alias in node.names]
+    return isinstance(node, ast.MatchClass) or not _READ_ANY_ATTRIBUTE.isdisjoint(names)
 
 
 def is_native(cls: type, name: str, function: Any) -> bool:

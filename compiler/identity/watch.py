@@ -47,6 +47,14 @@ class Watch:
         """Watch a module: its class, settings and children, and which of its tensors are present."""
         self._modules.append(_Module(module, settings or self._settings))
 
+    def mark(self) -> int:
+        """Return a place to which `rewind` goes back."""
+        return len(self._modules)
+
+    def rewind(self, mark: int) -> None:
+        """Forget the modules that were watched since."""
+        del self._modules[mark:]
+
     def children(self, model: nn.Module, paths: Iterable[str]) -> None:
         """Watch which modules are at these paths, and which contain them."""
         parents = {parent for path in paths for parent in _parents(path)}

@@ -441,7 +441,7 @@ class Manager(Host):
 
 def test_a_volatile_attribute_of_the_host_does_not_matter():
     block = TransformerBlock()
-    block.loaded_bytes = 1024
+    block.loaded_bytes = 1024.0
     assert of(block, Manager()) == of(TransformerBlock(), Manager())
     assert of(block) != of(TransformerBlock())
 
@@ -536,6 +536,50 @@ def test_addition_to_torch_matters_where_it_is_called(kind, monkeypatch):
     before = of(kind())
     monkeypatch.setattr(nn.Module, "helped", from_an_extension("helped", "def helped(self, x):\n    return x * 3\n"))
     assert of(kind()) != before
+
+
+def numbered(load, result, base="Base", made=""):
+    """Return two blocks that differ in a number only."""
+    module = load(
+        ("import functools", "import functools\nfrom operator import attrgetter"),
+        ("def unrelated(x):", "def attribute(block, name):\n    return getattr(block, name)\n\ndef unrelated(x):"),
+        ("class Block(Base):", f"class Block({base}):"),
+        ("def __init__(self, width=4):", "def __init__(self, number, width=4):"),
+        ("super().__init__()", f"super().__init__({made})"),
+        ("self.eps = 1e-6", "self.layer_id = number"),
+        ("self.norm(widen(self.linear(x)))", "widen(self.linear(x))"),
+        ('return x * SCALE * LIMITS["high"]', f"return {result}"),
+    )
+    return module.Block(0), module.Block(1)
+
+
+def test_a_number_that_no_code_reads_is_no_difference(load):
+    one, other = numbered(load, "x * 2")
+    assert of(one) == of(other)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "x * self.layer_id",
+        "x * getattr(self, 'layer_id')",
+        "x * getattr(self, 'layer' + '_id')",
+        "x * attribute(self, chr(108) + 'ayer_id')",
+        "x * vars(self)[chr(108) + 'ayer_id']",
+        "x * self.__dict__[chr(108) + 'ayer_id']",
+        "x * sum(v for v in vars(self).values() if type(v) is int)",
+        "x * attrgetter(chr(108) + 'ayer_id')(self)",
+        "x * int('{0.layer_id}'.format(self))",
+    ],
+)
+def test_a_number_that_code_may_read_is_a_difference(load, result):
+    one, other = numbered(load, result)
+    assert of(one) != of(other)
+
+
+def test_a_number_of_a_librarys_class_is_a_difference(load):
+    one, other = numbered(load, "x", "nn.Linear", "4, 4")
+    assert of(one) != of(other)
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,12 @@ def described(block):
     return Describer(Host()).describe(block).fingerprint
 
 
+def test_each_module_is_watched_once():
+    block, describer = Block(), Describer(Host())
+    describer.describe(block)
+    assert describer.watch.mark() == len(list(block.modules()))
+
+
 def patch(monkeypatch, name):
     here = globals()
     if name == "a global number":
