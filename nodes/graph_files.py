@@ -191,13 +191,13 @@ class LoadGraph:
             shown.put("model", text)
         if vae is not None:
             vae, text = compile_vae(vae, request("vae"), encode=None)
-            shown.put("vae", join(["VAE:", text], " "))
+            shown.put("vae", say("{name}: {text}", name="VAE", text=text))
         if control_net is not None:
             control_net, text = compile_control_net(control_net, request("control_net"))
-            shown.put("control_net", join(["ControlNet:", text], " "))
+            shown.put("control_net", say("{name}: {text}", name="ControlNet", text=text))
         if clip is not None:
             clip, text = compile_clip(clip, request("clip"))
-            shown.put("clip", join(["CLIP:", text], " "))
+            shown.put("clip", say("{name}: {text}", name="CLIP", text=text))
         text = shown.put("none", "" if model or vae or control_net or clip else NOTHING_CONNECTED)
         events.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (model, vae, control_net, clip)}

@@ -78,11 +78,12 @@ def settings() -> list[dict[str, Any]]:
 
 
 def said(folder: Path = ROOT) -> list[str]:
-    """Return the texts of all calls of `say`, and the notes of reasons, which the code puts into one.
+    """Return the texts of all calls of `say`, what `join` puts between texts, and the notes of reasons.
 
     Raises ValueError for a call whose text stands elsewhere: nobody could find it.
     """
     from compiled_graphs.compiler.common.reason import ReasonCode
+    from compiled_graphs.compiler.common.words import SEPARATORS
 
     texts: dict[str, None] = {}
     for path in sorted(path for part in ("compiler", "nodes", "web_server") for path in (folder / part).rglob("*.py")):
@@ -94,7 +95,7 @@ def said(folder: Path = ROOT) -> list[str]:
                 raise ValueError(f"{path.name}:{call.lineno}: the text of say is not written there")
             texts.update(dict.fromkeys(found))
     notes = [code.value.replace("{}", "{detail}") for code in ReasonCode]
-    return [*texts, *(note for note in notes if note != "{detail}")]
+    return [*texts, *SEPARATORS, *(note for note in notes if note != "{detail}")]
 
 
 def _choices(text: ast.expr) -> list[ast.expr]:

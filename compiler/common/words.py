@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 LOCALES = Path(__file__).resolve().parents[2] / "locales"
+SEPARATORS = (" ", ", ", " + ")
+"""What stands between texts and is another in other languages: Chinese writes no space between sentences."""
 
 
 class Words(str):
@@ -52,7 +54,12 @@ def say(template: str, **values: Any) -> Words:
 def join(parts: Iterable[str], separator: str = "\n") -> Words:
     """Return texts one after the other, without those that are empty."""
     kept = [part for part in parts if part]
-    return Words(separator.join(kept), lambda language: separator.join(in_language(part, language) for part in kept))
+
+    def translate(language: str) -> str:
+        between = _catalogue(language).get(separator, separator)
+        return between.join(in_language(part, language) for part in kept)
+
+    return Words(separator.join(kept), translate)
 
 
 def in_language(value: Any, language: str) -> Any:
