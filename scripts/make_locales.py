@@ -57,6 +57,7 @@ def content(translate: Translate, is_english: bool) -> dict[str, dict[str, Any]]
         "main.json": {
             "settingsCategories": {name: translate(name) for name in sorted(groups)},
             "nodeCategories": {name: translate(name) for name in sorted(categories)},
+            "dataTypes": {name: translate(name) for name in sorted(_own_types(nodes))},
         },
         "nodeDefs.json": {name: _node(node, titles[name], translate, is_english) for name, node in nodes.items()},
         "settings.json": {
@@ -64,6 +65,11 @@ def content(translate: Translate, is_english: bool) -> dict[str, dict[str, Any]]
             for setting in chosen
         },
     }
+
+
+def _own_types(nodes: Mapping[str, Any]) -> set[str]:
+    """Return the types of outputs that ComfyUI itself does not have: it names an output after its type."""
+    return {kind for node in nodes.values() for kind in node.RETURN_TYPES if "booster" in kind.lower()}
 
 
 def catalogues() -> dict[str, Catalogue]:
