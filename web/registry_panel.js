@@ -144,7 +144,7 @@ class RegistryPanel {
 
   async examine() {
     try {
-      const answer = await api.fetchApi(`${ROUTES}/doctor`);
+      const answer = await api.fetchApi(`${ROUTES}/doctor?language=${encodeURIComponent(language())}`);
       this.doctor = answer.ok ? await answer.json() : null;
     } catch {
       this.doctor = null;
