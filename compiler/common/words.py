@@ -29,6 +29,10 @@ class Words(str):
         words._translate = translate
         return words
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """A pickle has the English text alone."""
+        return str, (str(self),)
+
     def in_language(self, language: str) -> str:
         """Return the text in a language, in English where its catalogue lacks a part."""
         return self._translate(language) if self._translate else str(self)

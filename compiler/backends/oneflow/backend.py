@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ...common import boot
-from ...common.words import say
+from ...common.words import join, say
 from ...identity.graph_spec import GraphSpec
 from ...tracing.export import ExportedRegion
 from .instances import Instances, memory_limit, pack
@@ -136,7 +136,7 @@ class OneFlowBackend:
         reason = _missing(device)
         if reason is None:
             return None
-        return " ".join(filter(None, [reason, onediff_text()]))
+        return join([reason, onediff_text()], " ")
 
     def loads(self, device: torch.device) -> str | None:
         return self.available(device)
@@ -187,9 +187,22 @@ def onediff_text() -> str:
     except metadata.PackageNotFoundError:
         return ""
     if _is_here() and Path(importlib.util.find_spec("oneflow").origin).parent.joinpath(*_ARGS_TREE).is_file():
-        return f"onediff {version} is installed with a OneFlow that is new enough for it, but it is not needed here."
-    found = f"OneFlow {metadata.version('oneflow')} lacks" if _is_here() else "this Python has no OneFlow with"
-    return f"onediff {version} is installed, but {found} oneflow.framework.args_tree, which it needs. It is not used."
+        return say(
+            "onediff {version} is installed with a OneFlow that is new enough for it, but it is not needed here.",
+            version=version,
+        )
+    if not _is_here():
+        return say(
+            "onediff {version} is installed, but this Python has no OneFlow with oneflow.framework.args_tree, "
+            "which it needs. It is not used.",
+            version=version,
+        )
+    return say(
+        "onediff {version} is installed, but OneFlow {older} lacks oneflow.framework.args_tree, which it needs. "
+        "It is not used.",
+        version=version,
+        older=metadata.version("oneflow"),
+    )
 
 
 _ARGS_TREE = ("framework", "args_tree.py")
