@@ -29,6 +29,9 @@ class Words(str):
         words._translate = translate
         return words
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Words:
+        return self
+
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """A pickle has the English text alone."""
         return str, (str(self),)
