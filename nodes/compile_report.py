@@ -74,11 +74,11 @@ class CompileReport:
         unique_id: str = "",
     ) -> dict[str, Any]:
         """Return the picture, [1, height, width, 3] from 0 to 1, and show it on the node."""
-        things = (("Model", model), ("VAE", vae), ("ControlNet", control_net), ("CLIP", clip))
+        things = ((say("Model"), model), ("VAE", vae), ("ControlNet", control_net), ("CLIP", clip))
         sections = [_section(name, thing) for name, thing in things if thing is not None]
-        sections = sections or [Section("Compile Report", [NOT_COMPILED], [])]
+        sections = sections or [Section(say("Compile Report"), [NOT_COMPILED], [])]
         picture = draw(sections, _language())
-        text = join([join([section.title, section.lines[0]], ": ") for section in sections])
+        text = join([say("{name}: {text}", name=section.title, text=section.lines[0]) for section in sections])
         events.show(unique_id, text)
         image = torch.from_numpy(numpy.asarray(picture, dtype=numpy.float32) / 255)[None]
         return {"ui": {"images": [save_preview(picture, "compile_report")], "text": [text]}, "result": (image,)}

@@ -191,13 +191,13 @@ class LoadGraph:
             shown.put("model", text)
         if vae is not None:
             vae, text = compile_vae(vae, request("vae"), encode=None)
-            shown.put("vae", join(["VAE:", text], " "))
+            shown.put("vae", text)
         if control_net is not None:
             control_net, text = compile_control_net(control_net, request("control_net"))
-            shown.put("control_net", join(["ControlNet:", text], " "))
+            shown.put("control_net", text)
         if clip is not None:
             clip, text = compile_clip(clip, request("clip"))
-            shown.put("clip", join(["CLIP:", text], " "))
+            shown.put("clip", text)
         text = shown.put("none", "" if model or vae or control_net or clip else NOTHING_CONNECTED)
         events.show(unique_id, text)
         return {"ui": {"text": [text]}, "result": (model, vae, control_net, clip)}
@@ -206,12 +206,15 @@ class LoadGraph:
 class _Lines:
     """What Load Graph shows: a part about the file, and one for each object, which may change later."""
 
+    _NAMES = {"vae": "VAE", "control_net": "ControlNet", "clip": "CLIP"}
+
     def __init__(self, problem: str) -> None:
         self._parts = {"file": problem}
 
     def put(self, name: str, text: str) -> str:
         """Say something else in one part, and return the whole text."""
-        self._parts[name] = text
+        called = self._NAMES.get(name)
+        self._parts[name] = say("{name}: {text}", name=called, text=text) if called else text
         return join(self._parts.values())
 
 

@@ -171,7 +171,7 @@ class OneDiffCheckpointLoaderSimple(OldNode):
         if vae_speedup == "enable":
             made = VAESpeedup().compile(vae=vae, **hidden)
             (vae,) = made["result"]
-            texts = [*texts, *(join(["VAE:", text], " ") for text in made["ui"]["text"])]
+            texts = [*texts, *(say("{name}: {text}", name="VAE", text=text) for text in made["ui"]["text"])]
         return _boosted({"ui": {"text": texts}, "result": (model, clip, vae)}, hidden, custom_booster)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -53,7 +55,7 @@ def draw(sections: Sequence[Section], language: str = "en") -> Image.Image:
 
     It is in English where this machine has no font for the language.
     """
-    pen = Pen(language if language == "en" or font_file(language) else "en")
+    pen = Pen(language if language == "en" or font_face(language)[0] else "en")
     heights = [_height(section) for section in sections]
     picture = Image.new("RGB", (WIDTH, MARGIN + sum(heights)), PAPER)
     canvas = ImageDraw.Draw(picture)
@@ -69,7 +71,7 @@ class Pen:
 
     def __init__(self, language: str) -> None:
         self.language = language
-        self._file = font_file(language)
+        self._file, self._face = font_face(language)
 
     def write(
         self,
@@ -84,26 +86,44 @@ class Pen:
         font, text = self._font(size), in_language(text, self.language)
         while width and canvas.textlength(text, font) > width:
             text = f"{text.removesuffix('…')[:-1]}…"
-        canvas.text(place, text, color, font)
+        x, y = place
+        canvas.text((x, y - self._rise(font, size)), text, color, font)
 
     def _font(self, size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
         if self._file:
-            return ImageFont.truetype(self._file, size)
+            return ImageFont.truetype(self._file, size, self._face)
         try:
             return ImageFont.load_default(size)
         except TypeError:  # a Pillow before 10.1 has one size
             return ImageFont.load_default()
 
+    def _rise(self, font: ImageFont.FreeTypeFont, size: int) -> int:
+        """Return by how much a font's letters begin lower than those of Pillow's own font."""
+        return font.getmetrics()[0] - size if self._file else 0
 
-def font_file(language: str) -> str:
-    """Return a font of this machine that has the characters of a language, if it needs one and there is one."""
+
+@lru_cache(maxsize=8)
+def font_face(language: str) -> tuple[str, int]:
+    """Return a font of this machine that has the characters of a language, and its face; "" if none is needed."""
     for name in FONTS.get(language, ()):
         try:
             ImageFont.truetype(name, 16)
         except OSError:
             continue
-        return name
-    return ""
+        return name, _simplified_face(name)
+    return "", 0
+
+
+def _simplified_face(name: str) -> int:
+    """Return which face of a file of several has the forms of simplified Chinese: the first is often Japanese."""
+    for number in count():
+        try:
+            family, _ = ImageFont.truetype(name, 16, number).getname()
+        except OSError:
+            return 0
+        if family.endswith(" SC"):
+            return number
+    return 0
 
 
 def _height(section: Section) -> int:

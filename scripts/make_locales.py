@@ -57,6 +57,7 @@ def content(translate: Translate, is_english: bool) -> dict[str, dict[str, Any]]
         "main.json": {
             "settingsCategories": {name: translate(name) for name in sorted(groups)},
             "nodeCategories": {name: translate(name) for name in sorted(categories)},
+            "dataTypes": {name: translate(name) for name in sorted(_own_types(nodes))},
         },
         "nodeDefs.json": {name: _node(node, titles[name], translate, is_english) for name, node in nodes.items()},
         "settings.json": {
@@ -64,6 +65,11 @@ def content(translate: Translate, is_english: bool) -> dict[str, dict[str, Any]]
             for setting in chosen
         },
     }
+
+
+def _own_types(nodes: Mapping[str, Any]) -> set[str]:
+    """Return the types of outputs that ComfyUI itself does not have: it names an output after its type."""
+    return {kind for node in nodes.values() for kind in node.RETURN_TYPES if "booster" in kind.lower()}
 
 
 def catalogues() -> dict[str, Catalogue]:
@@ -78,11 +84,12 @@ def settings() -> list[dict[str, Any]]:
 
 
 def said(folder: Path = ROOT) -> list[str]:
-    """Return the texts of all calls of `say`, and the notes of reasons, which the code puts into one.
+    """Return the texts of all calls of `say`, what `join` puts between texts, and the notes of reasons.
 
     Raises ValueError for a call whose text stands elsewhere: nobody could find it.
     """
     from compiled_graphs.compiler.common.reason import ReasonCode
+    from compiled_graphs.compiler.common.words import SEPARATORS
 
     texts: dict[str, None] = {}
     for path in sorted(path for part in ("compiler", "nodes", "web_server") for path in (folder / part).rglob("*.py")):
@@ -94,7 +101,7 @@ def said(folder: Path = ROOT) -> list[str]:
                 raise ValueError(f"{path.name}:{call.lineno}: the text of say is not written there")
             texts.update(dict.fromkeys(found))
     notes = [code.value.replace("{}", "{detail}") for code in ReasonCode]
-    return [*texts, *(note for note in notes if note != "{detail}")]
+    return [*texts, *SEPARATORS, *(note for note in notes if note != "{detail}")]
 
 
 def _choices(text: ast.expr) -> list[ast.expr]:

@@ -1,7 +1,7 @@
 // Shows on a node what the extension says about it: while it runs, after it ran, and after the page was loaded again.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { inLanguage } from "./words.js";
+import { inLanguage, ownLanguage } from "./words.js";
 
 const STATUS_EVENT = "compiled_graphs.status";
 const TEXTS = "/compiled_graphs/texts";
@@ -12,9 +12,7 @@ const HIGHEST = 120; // pixels; a longer text scrolls
 const MARGIN = 10; // pixels that the frontend leaves around an element on a node
 
 function element(className) {
-  const made = document.createElement("div");
-  made.className = className;
-  return made;
+  return Object.assign(document.createElement("div"), { className, lang: ownLanguage() });
 }
 
 // The height that a text takes at a width. It is measured outside of the node, which may not be drawn yet.
@@ -36,7 +34,7 @@ function addStatus(node) {
   const widget = node.addDOMWidget(WIDGET, WIDGET, box, {
     serialize: false,
     getValue: () => box.textContent,
-    setValue: (text) => (box.textContent = text),
+    setValue: (text) => Object.assign(box, { textContent: text, lang: ownLanguage() }),
     getMinHeight: height,
     getMaxHeight: height,
   });

@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { markdown } from "./markdown.js";
-import { inLanguage, language, say } from "./words.js";
+import { inLanguage, language, ownLanguage, say } from "./words.js";
 
 const TAB = "compiled-graphs";
 const REGISTRY_EVENT = "compiled_graphs.registry";
@@ -34,9 +34,9 @@ function quantity(number, unit) {
 }
 
 function time(seconds) {
-  if (seconds >= 100) return quantity(seconds / 60, "min");
-  if (seconds < 0.001) return `<\u00a01\u00a0ms`;
-  return seconds >= 1 ? quantity(seconds, "s") : quantity(seconds * 1000, "ms");
+  if (seconds >= 100) return quantity(seconds / 60, say("min"));
+  if (seconds < 0.001) return `<\u00a01\u00a0${say("ms")}`;
+  return seconds >= 1 ? quantity(seconds, say("s")) : quantity(seconds * 1000, say("ms"));
 }
 
 function size(bytes) {
@@ -46,6 +46,7 @@ function size(bytes) {
 }
 
 const whole = (number) => number.toLocaleString(language());
+const listed = (texts) => texts.filter(Boolean).join(say(", "));
 const graphs = (number) => (number === 1 ? say("1 graph") : say("{n} graphs", { n: whole(number) }));
 const SAME = 0.05; // a gain or a loss of less than this share is none
 
@@ -143,7 +144,7 @@ class RegistryPanel {
 
   async examine() {
     try {
-      const answer = await api.fetchApi(`${ROUTES}/doctor`);
+      const answer = await api.fetchApi(`${ROUTES}/doctor?language=${encodeURIComponent(language())}`);
       this.doctor = answer.ok ? await answer.json() : null;
     } catch {
       this.doctor = null;
@@ -186,6 +187,7 @@ class RegistryPanel {
 
   draw() {
     const focused = this.root.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+    this.root.lang = ownLanguage();
     this.root.replaceChildren(this.header(), this.help ? this.helpPage() : this.body());
     if (focused) this.root.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
@@ -344,11 +346,11 @@ class RegistryPanel {
       role.from_memory && say("{n} from memory", { n: role.from_memory }),
     ];
     const facts = [
-      [say("Graphs"), sources.filter(Boolean).join(", ")],
+      [say("Graphs"), listed(sources)],
       [say("Compiling and loading"), time(role.seconds)],
       [say("Network call"), pace && say("{time} at {size}", { time: time(pace.seconds), size: pace.shape.join("×") })],
       [say("Replayed steps"), role.replays && whole(role.replays)],
-      [say("Block calls"), role.calls && [whole(role.calls), eager && say("{n} uncompiled", { n: whole(eager) })].filter(Boolean).join(", ")],
+      [say("Block calls"), role.calls && listed([whole(role.calls), eager && say("{n} uncompiled", { n: whole(eager) })])],
     ];
     return element("dl", {}, facts.filter(([, value]) => value).map(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]).flat());
   }

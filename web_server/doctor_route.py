@@ -15,7 +15,7 @@ DOCTOR = "/compiled_graphs/doctor"
 
 
 def register() -> None:
-    """Add `GET /compiled_graphs/doctor` to ComfyUI's server, if there is a server and no other copy has done so.
+    """Add `GET /compiled_graphs/doctor?language=zh` to ComfyUI's server, if it is there and no other copy has done so.
 
     The answer is a list of `{"name", "text", "ok", "remedy", "present"}`, one for each fact of `registry.doctor`.
     """
@@ -27,11 +27,11 @@ def register() -> None:
 
     @server.routes.get(DOCTOR)
     async def read_facts(request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(_facts))
+        return web.json_response(await asyncio.to_thread(_facts, request.query.get("language", "en")))
 
 
-def _facts() -> list[dict[str, str | bool]]:
+def _facts(language: str) -> list[dict[str, str | bool]]:
     from ..compiler.hosts.comfy.doctor_facts import running
-    from ..compiler.registry.doctor import examine
+    from ..compiler.registry.doctor import examine, in_words
 
-    return [asdict(fact) for fact in examine(running())]
+    return [asdict(in_words(fact, language)) for fact in examine(running())]

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 LOCALES = Path(__file__).resolve().parents[2] / "locales"
+SEPARATORS = (" ", ", ", " + ")
+"""What stands between texts and is another in other languages: Chinese writes no space between sentences."""
 
 
 class Words(str):
@@ -26,6 +28,13 @@ class Words(str):
         words = super().__new__(cls, english)
         words._translate = translate
         return words
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Words:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """A pickle has the English text alone."""
+        return str, (str(self),)
 
     def in_language(self, language: str) -> str:
         """Return the text in a language, in English where its catalogue lacks a part."""
@@ -52,7 +61,12 @@ def say(template: str, **values: Any) -> Words:
 def join(parts: Iterable[str], separator: str = "\n") -> Words:
     """Return texts one after the other, without those that are empty."""
     kept = [part for part in parts if part]
-    return Words(separator.join(kept), lambda language: separator.join(in_language(part, language) for part in kept))
+
+    def translate(language: str) -> str:
+        between = _catalogue(language).get(separator, separator)
+        return between.join(in_language(part, language) for part in kept)
+
+    return Words(separator.join(kept), translate)
 
 
 def in_language(value: Any, language: str) -> Any:

@@ -15,7 +15,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from ..backends import BACKENDS
 from ..backends.inductor import OLDEST_TORCH, find_cpp_compiler
 from ..backends.oneflow import onediff_text
 from ..common.torch_compat import missing
+from ..common.words import Words, in_language, join, say
 from ..storage.store import GIGABYTE, FolderStore, StoreError, open_store
 from ..storage.trust import KEY_BYTES, Trust
 
@@ -72,6 +73,12 @@ def examine(around: Surroundings) -> list[Fact]:
     return facts + [_run_check(name, _backend, around, name) for name in BACKENDS] + _other_compilers(around)
 
 
+def in_words(fact: Fact, language: str) -> Fact:
+    """Return a fact as people read it in a language."""
+    name, text, remedy = (in_language(part, language) for part in (_NAMES.get(fact.name), fact.text, fact.remedy))
+    return replace(fact, name=name or fact.name, text=text, remedy=remedy)
+
+
 def usual_device() -> torch.device:
     """Return the device that models run on unless somebody decides otherwise."""
     if torch.cuda.is_available():
@@ -84,18 +91,20 @@ def _run_check(name: str, check: Callable[..., Fact], *arguments: object) -> Fac
         return check(*arguments)
     except Exception as error:  # drivers and half-installed packages fail in their own ways
         text = str(error).strip().splitlines()
-        found = f"could not be examined ({type(error).__name__}{': ' + text[0] if text else ''})"
-        return Fact(name, found, False, "Install it again, or report this line.")
+        cause = f"{type(error).__name__}{': ' + text[0] if text else ''}"
+        found = say("could not be examined ({error})", error=cause)
+        return Fact(name, found, False, say("Install it again, or report this line."))
 
 
 def _torch(around: Surroundings) -> Fact:
     if torch.version.hip or torch.version.cuda:
         built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     else:
-        built = "no CUDA"
-    text = f"{torch.__version__}, with {built}"
+        built = say("no CUDA")
+    text = say("{version}, with {built}", version=torch.__version__, built=built)
     if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:
-        return Fact("torch", text, False, f"Update torch to {'.'.join(map(str, OLDEST_TORCH))} or newer.")
+        wanted = ".".join(map(str, OLDEST_TORCH))
+        return Fact("torch", text, False, say("Update torch to {wanted} or newer.", wanted=wanted))
     if reason := missing():
         return Fact("torch", text, False, reason)
     return Fact("torch", text)
@@ -104,24 +113,26 @@ def _torch(around: Surroundings) -> Fact:
 def _gpu(around: Surroundings) -> Fact:
     device = around.device
     if device.type == "cuda":
-        drivers = [f"driver {version}" for version in _nvidia("driver_version")[:1]]
-        return Fact("GPU", ", ".join([_described(device), *drivers]))
+        drivers = [say("driver {version}", version=version) for version in _nvidia("driver_version")[:1]]
+        return Fact("GPU", join([_described(device), *drivers], ", "))
     if device.type != "cpu":
-        remedy = "Models run on it as they do without these nodes. Graphs need an NVIDIA or AMD GPU, or a CPU."
-        return Fact("GPU", f"{device.type}, for which there are no graphs", False, remedy)
+        remedy = say("Models run on it as they do without these nodes. Graphs need an NVIDIA or AMD GPU, or a CPU.")
+        return Fact("GPU", say("{device}, for which there are no graphs", device=device.type), False, remedy)
     names = _nvidia("name")
     if not names:
-        return Fact("GPU", "none; models are compiled for the CPU", present=False)
+        return Fact("GPU", say("none; models are compiled for the CPU"), present=False)
     if torch.cuda.is_available():
-        return Fact("GPU", f"{names[0]}, not used: models run on the CPU", present=False)
-    remedy = "Update NVIDIA's driver." if torch.version.cuda else "Install a build of torch with CUDA (pytorch.org)."
-    return Fact("GPU", f"{names[0]}, which torch cannot use", False, remedy)
+        return Fact("GPU", say("{gpu}, not used: models run on the CPU", gpu=names[0]), present=False)
+    remedy = say(
+        "Update NVIDIA's driver." if torch.version.cuda else "Install a build of torch with CUDA (pytorch.org)."
+    )
+    return Fact("GPU", say("{gpu}, which torch cannot use", gpu=names[0]), False, remedy)
 
 
-def _described(device: torch.device) -> str:
+def _described(device: torch.device) -> Words:
     properties = torch.cuda.get_device_properties(device)
-    capability = f"compute capability {properties.major}.{properties.minor}"
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}"
+    capability = say("compute capability {number}", number=f"{properties.major}.{properties.minor}")
+    return join([properties.name, f"{properties.total_memory / 2**30:.0f} GiB", capability], ", ")
 
 
 def _nvidia(field: str) -> list[str]:
@@ -136,12 +147,13 @@ def _nvidia(field: str) -> list[str]:
 
 def _triton(around: Surroundings) -> Fact:
     if around.device.type != "cuda":
-        return Fact("Triton", "not needed without a GPU", present=False)
+        return Fact("Triton", say("not needed without a GPU"), present=False)
     try:
         import triton
     except ModuleNotFoundError:
         package = "triton-windows" if os.name == "nt" else "triton"
-        return Fact("Triton", "not installed", False, f"Install it into this Python: pip install {package}.")
+        remedy = say("Install it into this Python: pip install {package}.", package=package)
+        return Fact("Triton", say("not installed"), False, remedy)
     return Fact("Triton", triton.__version__)
 
 
@@ -163,22 +175,23 @@ def _compiler(around: Surroundings) -> Fact:
     if around.device.type == "cpu":
         return _cpp_compiler()
     if around.device.type != "cuda" or not _triton_compiles():
-        return Fact("compiler", "not needed", present=False)
+        return Fact("compiler", say("not needed"), present=False)
     named = os.environ.get("CC")
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, C_COMPILERS)), None)
     if found is None:
-        text = f"CC is {named}, which is not there" if named else "no C compiler was found"
-        return Fact("compiler", text, False, "Triton needs one: install gcc or clang, or set CC to one.")
+        text = say("CC is {named}, which is not there" if named else "no C compiler was found", named=named)
+        return Fact("compiler", text, False, say("Triton needs one: install gcc or clang, or set CC to one."))
     return Fact("compiler", found)
 
 
 def _cpp_compiler() -> Fact:
     found = find_cpp_compiler()
     if found is None:
-        which = "Visual Studio Build Tools" if os.name == "nt" else "g++ or clang"
-        return Fact("compiler", "no C++ compiler was found", False, f"Install {which}, or set CXX to one.")
+        which = "Visual Studio Build Tools" if os.name == "nt" else say("g++ or clang")
+        remedy = say("Install {which}, or set CXX to one.", which=which)
+        return Fact("compiler", say("no C++ compiler was found"), False, remedy)
     if not found:
-        return Fact("compiler", "not looked for: this torch does not say which it takes", present=False)
+        return Fact("compiler", say("not looked for: this torch does not say which it takes"), present=False)
     return Fact("compiler", shutil.which(found) or found)
 
 
@@ -188,11 +201,11 @@ def _headers(around: Surroundings) -> Fact:
     if path.is_file():
         return Fact("Python headers", str(path))
     if not needed:
-        return Fact("Python headers", "not needed", present=False)
-    remedy = "Install the python3-dev package of this Python."
+        return Fact("Python headers", say("not needed"), present=False)
+    remedy = say("Install the python3-dev package of this Python.")
     if os.name == "nt":  # the Python of ComfyUI's portable build has none
-        remedy = "Copy the folders Include and libs from an installed Python of the same version."
-    return Fact("Python headers", f"{path} is not there", False, remedy)
+        remedy = say("Copy the folders Include and libs from an installed Python of the same version.")
+    return Fact("Python headers", say("{path} is not there", path=path), False, remedy)
 
 
 def _backend(around: Surroundings, name: str) -> Fact:
@@ -201,52 +214,70 @@ def _backend(around: Surroundings, name: str) -> Fact:
     reason = backend.available(around.device)
     if reason is None:
         notes = onediff_text() if name == "oneflow" else ""
-        return Fact(name, " ".join(filter(None, [f"can be used on {around.device.type}", notes])).rstrip("."))
+        usable = say("can be used on {device}", device=around.device.type)
+        return Fact(name, _without_stop(join([usable, notes], " ")))
     if name == "inductor":
-        return Fact(name, f"cannot be used on {around.device.type}", False, reason)
-    return Fact(name, reason.rstrip("."), present=False)
+        return Fact(name, say("cannot be used on {device}", device=around.device.type), False, reason)
+    return Fact(name, _without_stop(reason), present=False)
+
+
+def _without_stop(sentence: str) -> Words:
+    return Words(sentence.rstrip("."), lambda language: in_language(sentence, language).rstrip(".。"))
 
 
 def _host(around: Surroundings) -> Fact:
-    return Fact("ComfyUI", around.host or "none found from here", present=bool(around.host) and around.host_known)
+    return Fact("ComfyUI", around.host or say("none found from here"), present=bool(around.host) and around.host_known)
 
 
 def _store(around: Surroundings) -> Fact:
-    choose = "Make room or change its permissions, or set COMPILED_GRAPHS_STORE to another folder."
+    choose = say("Make room or change its permissions, or set COMPILED_GRAPHS_STORE to another folder.")
     try:
         store = open_store(around.store)
     except StoreError as error:
-        return Fact("store", "cannot be used", False, str(error))
+        return Fact("store", say("cannot be used"), False, str(error))
     if isinstance(store, FolderStore) and (problem := _unwritable(store.folder)):
-        return Fact("store", f"{store.place} cannot be written ({problem})", False, choose)
+        text = say("{place} cannot be written ({problem})", place=store.place, problem=problem)
+        return Fact("store", text, False, choose)
     try:
         entries = store.entries()
     except OSError as error:
-        return Fact("store", f"{store.place} cannot be read ({error.strerror or error})", False, choose)
-    size = sum(entry.size for entry in entries) / GIGABYTE
-    return Fact("store", f"{store.place}, {len(entries)} graphs, {size:.2f} of {store.limit / GIGABYTE:g} GB")
+        text = say("{place} cannot be read ({problem})", place=store.place, problem=error.strerror or error)
+        return Fact("store", text, False, choose)
+    text = say(
+        "{place}, {count} graphs, {size:.2f} of {limit:g} GB",
+        place=store.place,
+        count=len(entries),
+        size=sum(entry.size for entry in entries) / GIGABYTE,
+        limit=store.limit / GIGABYTE,
+    )
+    return Fact("store", text)
 
 
 def _key(around: Surroundings) -> Fact:
     trust = Trust()
     path = trust.folder / "key"
-    elsewhere = "Set COMPILED_GRAPHS_TRUST to a folder that only you can read."
+    elsewhere = say("Set COMPILED_GRAPHS_TRUST to a folder that only you can read.")
     try:
         status = path.stat()
         size = len(path.read_bytes())
     except FileNotFoundError:
         if problem := _unwritable(trust.folder):
-            return Fact("key file", f"{path} cannot be made ({problem})", False, elsewhere)
-        return Fact("key file", f"{path} is made with the first graph", present=False)
+            text = say("{place} cannot be made ({problem})", place=path, problem=problem)
+            return Fact("key file", text, False, elsewhere)
+        return Fact("key file", say("{path} is made with the first graph", path=path), present=False)
     except OSError as error:
-        return Fact("key file", f"{path} cannot be read ({error.strerror or error})", False, elsewhere)
+        text = say("{place} cannot be read ({problem})", place=path, problem=error.strerror or error)
+        return Fact("key file", text, False, elsewhere)
     if size != KEY_BYTES:
-        return Fact("key file", f"{path} is not a key", False, "Remove it, and a new one is made.")
+        return Fact("key file", say("{path} is not a key", path=path), False, say("Remove it, and a new one is made."))
     if os.name != "nt" and stat.S_IMODE(status.st_mode) & 0o077:
-        text = f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
-        remedy = f"chmod 600 {shlex.quote(str(path))}, or remove it if somebody may have copied it: a new one is made."
+        text = say("{path} is open to other users (mode {mode:04o})", path=path, mode=stat.S_IMODE(status.st_mode))
+        remedy = say(
+            "chmod 600 {path}, or remove it if somebody may have copied it: a new one is made.",
+            path=shlex.quote(str(path)),
+        )
         return Fact("key file", text, False, remedy)
-    return Fact("key file", f"{path}, {len(trust.trusted_digests())} trusted files")
+    return Fact("key file", say("{path}, {count} trusted files", path=path, count=len(trust.trusted_digests())))
 
 
 def _unwritable(folder: Path) -> str | None:
@@ -270,14 +301,22 @@ _CHECKS: dict[str, Callable[[Surroundings], Fact]] = {
     "key file": _key,
 }
 
-_LATER_DECIDES = "in each branch, the later one of its torch.compile nodes and Compile Model decides"
-_ONE_OF_TWO = "it keeps the models that it compiled; use either it or Compile Model in a branch"
+_NAMES = {
+    "compiler": say("compiler"),
+    "Python headers": say("Python headers"),
+    "store": say("store"),
+    "key file": say("key file"),
+    "other compilers": say("other compilers"),
+}
+"""What the facts are about, where that is no name that is the same in every language."""
+_LATER_DECIDES = say("in each branch, the later one of its torch.compile nodes and Compile Model decides")
+_ONE_OF_TWO = say("it keeps the models that it compiled; use either it or Compile Model in a branch")
 _COMPILING_EXTENSIONS = {
     "kjnodes": ("KJNodes", _LATER_DECIDES),
-    "wavespeed": ("WaveSpeed", f"{_LATER_DECIDES}; its first block cache works with both"),
+    "wavespeed": ("WaveSpeed", say("{text}; its first block cache works with both", text=_LATER_DECIDES)),
     "teacache": ("TeaCache", _LATER_DECIDES),
     "torchcompile": ("torch.compile", _LATER_DECIDES),
-    "onediff": ("OneDiff", "nodes with its ids come from it, not from this package"),
+    "onediff": ("OneDiff", say("nodes with its ids come from it, not from this package")),
     "tensorrt": ("TensorRT", _ONE_OF_TWO),
     "stablefast": ("stable-fast", _ONE_OF_TWO),
 }
@@ -290,7 +329,7 @@ def _other_compilers(around: Surroundings) -> list[Fact]:
     facts = []
     for part, (title, text) in _COMPILING_EXTENSIONS.items():
         named = [path for path in folders if part in re.sub("[^a-z0-9]", "", path.name.lower())]
-        facts += [Fact(title, f"{path.name}: {text}") for path in named]
+        facts += [Fact(title, say("{name}: {text}", name=path.name, text=text)) for path in named]
     if facts or not folders:
         return facts
-    return [Fact("other compilers", f"none known among {len(folders)} extensions")]
+    return [Fact("other compilers", say("none known among {count} extensions", count=len(folders)))]

@@ -288,7 +288,7 @@ def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
         {"name": "Triton", "text": MARKUP, "ok": False, "remedy": "pip install triton", "present": True},
     ]
     page.route("**/compiled_graphs/registry?*", lambda route: route.fulfill(json=HOSTILE))
-    page.route("**/compiled_graphs/doctor", lambda route: route.fulfill(json=facts))
+    page.route("**/compiled_graphs/doctor?*", lambda route: route.fulfill(json=facts))
     page.click(".compiled-graphs-tab-button")
     page.click(".compiled-graphs-tab-button")
     see(panel, "1 thing to look at")
@@ -303,7 +303,7 @@ def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
 
 
 def test_without_a_doctor_there_is_no_such_section(page, panel):
-    page.route("**/compiled_graphs/doctor", lambda route: route.fulfill(status=404))
+    page.route("**/compiled_graphs/doctor?*", lambda route: route.fulfill(status=404))
     page.click(".compiled-graphs-tab-button")
     page.click(".compiled-graphs-tab-button")
     see(panel, "What the figures mean")

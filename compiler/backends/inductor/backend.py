@@ -31,6 +31,7 @@ from ...common.torch_compat import (
     missing,
     torch_key,
 )
+from ...common.words import say
 from ...identity.graph_spec import Executable, GraphSpec
 from ...tracing.export import ExportedRegion
 from .artifacts import AotiPackage, Artifact
@@ -80,12 +81,16 @@ class InductorBackend:
     def loads(self, device: torch.device) -> str | None:
         if torch.torch_version.TorchVersion(torch.__version__) < OLDEST_TORCH:
             wanted = ".".join(map(str, OLDEST_TORCH))
-            return f"Inductor graphs need torch {wanted} or newer; this is {torch.__version__}: update torch."
+            return say(
+                "Inductor graphs need torch {wanted} or newer; this is {found}: update torch.",
+                wanted=wanted,
+                found=torch.__version__,
+            )
         if device.type == "cuda":
             return missing(*FOR_GPUS) or _missing_for_cuda(device)
         if device.type == "cpu":
             return missing(*FOR_CPUS)
-        return f"Inductor graphs run on cuda and cpu devices, not on {device.type}."
+        return say("Inductor graphs run on cuda and cpu devices, not on {device}.", device=device.type)
 
     def environment(self, device: torch.device) -> dict[str, str]:
         fields = {"backend": self.name, "torch": torch.__version__, "inductor": _inductor_version()}
@@ -127,9 +132,11 @@ def _inductor_version() -> str:
 def _missing_for_cuda(device: torch.device) -> str | None:
     if not _has_triton():
         package = "triton-windows" if os.name == "nt" else "triton"
-        return f"Compiling for {torch.cuda.get_device_name(device)} needs Triton: pip install {package}."
+        gpu = torch.cuda.get_device_name(device)
+        return say("Compiling for {gpu} needs Triton: pip install {package}.", gpu=gpu, package=package)
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
-        return f"{torch.cuda.get_device_name(device)} is older than what Triton supports (compute capability 7.0)."
+        gpu = torch.cuda.get_device_name(device)
+        return say("{gpu} is older than what Triton supports (compute capability 7.0).", gpu=gpu)
     return None
 
 
@@ -155,10 +162,13 @@ def find_cpp_compiler() -> str | None:
 
 def _missing_for_cpu() -> str | None:
     if find_cpp_compiler() is None:
-        remedy = "install Visual Studio Build Tools" if os.name == "nt" else "install g++ or clang"
-        return f"Compiling for the CPU needs a C++ compiler, and none was found: {remedy}, or set CXX to one."
+        package = "Visual Studio Build Tools" if os.name == "nt" else say("g++ or clang")
+        return say(
+            "Compiling for the CPU needs a C++ compiler, and none was found: install {package}, or set CXX to one.",
+            package=package,
+        )
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        return "Compiling for the CPU needs Python's C headers: install the python3-dev package of this Python."
+        return say("Compiling for the CPU needs Python's C headers: install the python3-dev package of this Python.")
     return _unwritable_cache()
 
 
@@ -169,4 +179,7 @@ def _unwritable_cache() -> str | None:
     except MissingName:
         return None
     except OSError as error:
-        return f"Inductor cannot write to its folder ({error.strerror}): set TORCHINDUCTOR_CACHE_DIR to one it can."
+        return say(
+            "Inductor cannot write to its folder ({error}): set TORCHINDUCTOR_CACHE_DIR to one it can.",
+            error=error.strerror,
+        )

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ...common.torch_compat import FOR_FLOAT8, missing, scaled_mm, size_hint
+from ...common.words import say
 from ...identity.graph_spec import Executable, GraphSpec
 from ...tracing.export import ExportedRegion
 from .backend import InductorBackend
@@ -56,7 +57,9 @@ class Float8Backend(InductorBackend):
 
     def loads(self, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
-            return "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
+            return say(
+                "Products in float8 need an NVIDIA GPU of the Ada generation or newer: choose the backend inductor."
+            )
         return missing(*FOR_FLOAT8) or super().loads(device)
 
     def compile(self, exported: ExportedRegion) -> Float8Executable:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from ...common import boot
+from ...common.words import join, say
 from ...identity.graph_spec import GraphSpec
 from ...tracing.export import ExportedRegion
 from .instances import Instances, memory_limit, pack
@@ -135,7 +136,7 @@ class OneFlowBackend:
         reason = _missing(device)
         if reason is None:
             return None
-        return " ".join(filter(None, [reason, onediff_text()]))
+        return join([reason, onediff_text()], " ")
 
     def loads(self, device: torch.device) -> str | None:
         return self.available(device)
@@ -186,9 +187,22 @@ def onediff_text() -> str:
     except metadata.PackageNotFoundError:
         return ""
     if _is_here() and Path(importlib.util.find_spec("oneflow").origin).parent.joinpath(*_ARGS_TREE).is_file():
-        return f"onediff {version} is installed with a OneFlow that is new enough for it, but it is not needed here."
-    found = f"OneFlow {metadata.version('oneflow')} lacks" if _is_here() else "this Python has no OneFlow with"
-    return f"onediff {version} is installed, but {found} oneflow.framework.args_tree, which it needs. It is not used."
+        return say(
+            "onediff {version} is installed with a OneFlow that is new enough for it, but it is not needed here.",
+            version=version,
+        )
+    if not _is_here():
+        return say(
+            "onediff {version} is installed, but this Python has no OneFlow with oneflow.framework.args_tree, "
+            "which it needs. It is not used.",
+            version=version,
+        )
+    return say(
+        "onediff {version} is installed, but OneFlow {older} lacks oneflow.framework.args_tree, which it needs. "
+        "It is not used.",
+        version=version,
+        older=metadata.version("oneflow"),
+    )
 
 
 _ARGS_TREE = ("framework", "args_tree.py")
@@ -205,26 +219,34 @@ def _python() -> str:
 
 def _missing(device: torch.device) -> str | None:
     if not sys.platform.startswith("linux"):
-        return "OneFlow has packages for Linux only: choose inductor."
+        return say("OneFlow has packages for Linux only: choose inductor.")
     if device.type not in ("cpu", "cuda"):
-        return f"OneFlow graphs run on cuda and cpu devices, not on {device.type}."
+        return say("OneFlow graphs run on cuda and cpu devices, not on {device}.", device=device.type)
     if not _is_here() and not os.environ.get(PYTHON):
         here = ".".join(map(str, sys.version_info[:2]))
-        return (
-            f"OneFlow is not installed in this Python ({here}; it has packages for 3.7 to 3.10): "
-            f"scripts/oneflow.sh makes a Python that has it. Set {PYTHON} to its path."
+        return say(
+            "OneFlow is not installed in this Python ({here}; it has packages for 3.7 to 3.10): "
+            "scripts/oneflow.sh makes a Python that has it. Set {variable} to its path.",
+            here=here,
+            variable=PYTHON,
         )
     found = probe(_python())
     if found.error:
-        return f"OneFlow cannot be used from {_python()}: {found.error}."
+        return say("OneFlow cannot be used from {python}: {error}.", python=_python(), error=found.error)
     if device.type == "cpu":
         return None
     if found.capability is None:
-        return f"OneFlow {found.version} sees no GPU: it needs NVIDIA's driver and CUDA 11 libraries."
+        return say(
+            "OneFlow {version} sees no GPU: it needs NVIDIA's driver and CUDA 11 libraries.", version=found.version
+        )
     major, minor = torch.cuda.get_device_capability(device)
     if found.version.startswith("0.9.0") and major > NEWEST_MAJOR_OF_0_9:
-        name = torch.cuda.get_device_name(device)
-        return f"OneFlow {found.version} has no code for {name} (compute capability {major}.{minor}): choose inductor."
+        return say(
+            "OneFlow {version} has no code for {gpu} (compute capability {capability}): choose inductor.",
+            version=found.version,
+            gpu=torch.cuda.get_device_name(device),
+            capability=f"{major}.{minor}",
+        )
     return None
 
 

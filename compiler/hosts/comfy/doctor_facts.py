@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from ...common.words import say
 from ...registry.doctor import Surroundings, usual_device
 from . import comfy_compat
 
@@ -45,7 +46,9 @@ def on_disk(
         return Surroundings(usual_device(), store or registry().cache.store.place, _installed())
     code = code or next(filter(_is_code, (base, *_other_places(package))), None)
     store = store or str((user or base / "user") / "compiled_graphs")
-    text = _text(code, base) or f"its folders are in {base}, its code is elsewhere: name that with --comfyui FOLDER"
+    text = _text(code, base) or say(
+        "its folders are in {base}, its code is elsewhere: name that with --comfyui FOLDER", base=base
+    )
     known = code is not None or bool(_installed())
     return Surroundings(usual_device(), store, text, known, tuple(_folders(base / "custom_nodes")))
 
@@ -73,8 +76,10 @@ def _text(code: Path | None, base: Path) -> str:
         return installed
     if code is None:
         return ""
-    folders = "" if base.resolve() == code.resolve() else f", with its folders in {base}"
-    return f"{version or 'of 2024, without a version'}, in {code}{folders}"
+    version = version or say("of 2024, without a version")
+    if base.resolve() == code.resolve():
+        return say("{version}, in {code}", version=version, code=code)
+    return say("{version}, in {code}, with its folders in {base}", version=version, code=code, base=base)
 
 
 def _version(code: Path) -> str | None:
@@ -92,7 +97,7 @@ def _version_in(path: Path) -> str | None:
 def _installed() -> str:
     """Return the version of a ComfyUI that is installed as a package, in words, or nothing."""
     try:
-        return f"{metadata.version('comfyui')}, installed as a package"
+        return say("{version}, installed as a package", version=metadata.version("comfyui"))
     except metadata.PackageNotFoundError:
         return ""
 

@@ -141,14 +141,14 @@ def _rest(summary: Summary, is_busy: bool) -> Words:
 def _missing_in(summary: Summary, source: str) -> list[Words]:
     if not source or not summary.compiled_here:
         return []
-    names = ", ".join(dict.fromkeys(in_words(region) for region in summary.compiled_here))
+    names = join(dict.fromkeys(in_words(region) for region in summary.compiled_here), ", ")
     return [say("Not in the file, compiled here: {names}.", names=names)]
 
 
 def _uncompiled(summary: Summary) -> list[Words]:
     """Return a line for each reason: what runs uncompiled, why, and what to do about it."""
     return [
-        uncompiled_line(reason, ", ".join(map(in_words, summary.regions_by_reason.get(reason, ()))))
+        uncompiled_line(reason, join(map(in_words, summary.regions_by_reason.get(reason, ())), ", "))
         for reason in summary.reasons
         if reason.code is not ReasonCode.BACKGROUND  # said already
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 from compiled_graphs.compiler.common import words
 from compiled_graphs.compiler.common.words import join, say, translations
@@ -36,3 +37,14 @@ def test_languages_are_those_with_a_catalogue_and_plain_texts_have_none():
 def test_a_copy_still_knows_its_translation(monkeypatch):
     in_catalogue(monkeypatch, hello="你好")
     assert copy.deepcopy(say("hello")).in_language("zh") == "你好"
+
+
+def test_a_pickle_is_the_english_text():
+    assert pickle.loads(pickle.dumps(say("hello"))) == "hello"
+
+
+def test_what_stands_between_sentences_is_translated(monkeypatch):
+    in_catalogue(monkeypatch, **{"One.": "一。", "Two.": "二。", " ": ""})
+    text = join([say("One."), say("Two.")], " ")
+    assert text == "One. Two."
+    assert text.in_language("zh") == "一。二。"

@@ -17,7 +17,7 @@ from compiled_graphs.compiler.hosts.comfy import doctor_facts
 from compiled_graphs.compiler.hosts.comfy.doctor_facts import on_disk
 from compiled_graphs.compiler.identity.graph_spec import GraphSpec
 from compiled_graphs.compiler.registry import doctor
-from compiled_graphs.compiler.registry.doctor import Fact, Surroundings, examine
+from compiled_graphs.compiler.registry.doctor import Fact, Surroundings, examine, in_words
 from compiled_graphs.compiler.storage.graph_file import StoredGraph
 from compiled_graphs.compiler.storage.store import FolderStore
 from compiled_graphs.compiler.storage.trust import Trust
@@ -81,6 +81,15 @@ def bad(around):
     facts = [fact for fact in examine(around) if not fact.ok]
     assert all(fact.remedy.endswith(".") for fact in facts)
     return [fact.name for fact in facts]
+
+
+def test_facts_are_told_in_chinese(around):
+    facts = [in_words(fact, "zh") for fact in examine(around)]
+    told = {fact.name: fact.text for fact in facts}
+    assert told["Triton"] == "没有显卡，不需要"
+    assert told["inductor"] == "可在 cpu 上使用"
+    assert {"编译器", "存储位置", "密钥文件"} <= told.keys()
+    assert [in_words(fact, "en") for fact in examine(around)] == examine(around)
 
 
 def test_good_machine_gives_one_line_per_fact(around):
