@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -93,7 +94,134 @@ WAN_1_3B = {
     "eps": 1e-6,
 }
 FLUX_6 = FLUX_DEV | {"depth": 6, "depth_single_blocks": 12}
-CONFIGS = {"sd15": SD15, "sdxl": SDXL, "sd3": SD3_MEDIUM, "flux": FLUX_DEV, "flux6": FLUX_6, "wan": WAN_1_3B}
+KLEIN_4B = {
+    "image_model": "flux2",
+    "in_channels": 128,
+    "out_channels": 128,
+    "patch_size": 1,
+    "vec_in_dim": None,
+    "context_in_dim": 7680,
+    "hidden_size": 3072,
+    "mlp_ratio": 3.0,
+    "num_heads": 24,
+    "depth": 5,
+    "depth_single_blocks": 20,
+    "axes_dim": [32, 32, 32, 32],
+    "theta": 2000,
+    "qkv_bias": False,
+    "ops_bias": False,
+    "guidance_embed": False,
+    "global_modulation": True,
+    "mlp_silu_act": True,
+    "default_ref_method": "index",
+    "ref_index_scale": 10.0,
+    "txt_ids_dims": [3],
+}
+CHROMA_6 = {
+    "image_model": "chroma",
+    "in_channels": 64,
+    "out_channels": 64,
+    "in_dim": 64,
+    "out_dim": 3072,
+    "hidden_dim": 5120,
+    "n_layers": 5,
+    "patch_size": 2,
+    "vec_in_dim": None,
+    "context_in_dim": 4096,
+    "hidden_size": 3072,
+    "mlp_ratio": 4.0,
+    "num_heads": 24,
+    "depth": 6,
+    "depth_single_blocks": 12,
+    "axes_dim": [16, 56, 56],
+    "theta": 10000,
+    "qkv_bias": True,
+    "txt_ids_dims": [],
+}
+Z_IMAGE = {
+    "image_model": "lumina2",
+    "patch_size": 2,
+    "in_channels": 16,
+    "dim": 3840,
+    "cap_feat_dim": 2560,
+    "n_layers": 30,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "qk_norm": True,
+    "axes_dims": [32, 48, 48],
+    "axes_lens": [1536, 512, 512],
+    "rope_theta": 256.0,
+    "ffn_dim_multiplier": 8.0 / 3.0,
+    "z_image_modulation": True,
+    "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}
+QWEN_IMAGE_15 = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 15}
+WAN_14B_10 = WAN_1_3B | {"dim": 5120, "num_heads": 40, "ffn_dim": 13824, "num_layers": 10}
+LTX2_NOTED = {
+    "num_attention_heads": 32,
+    "attention_head_dim": 128,
+    "cross_attention_dim": 4096,
+    "caption_channels": 3840,
+    "in_channels": 128,
+    "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048,
+    "audio_in_channels": 128,
+    "positional_embedding_theta": 10000.0,
+    "positional_embedding_max_pos": [20, 2048, 2048],
+    "audio_positional_embedding_max_pos": [20],
+    "timestep_scale_multiplier": 1000.0,
+    "av_ca_timestep_scale_multiplier": 1000.0,
+    "use_middle_indices_grid": True,
+    "causal_temporal_positioning": True,
+    "rope_type": "split",
+    "frequencies_precision": "float64",
+}
+"""What a file of LTX-2 says of itself: shapes alone do not."""
+LTX2_12 = LTX2_NOTED | {"image_model": "ltxav", "num_layers": 12}
+CONFIGS = {
+    "sd15": SD15,
+    "sdxl": SDXL,
+    "sd3": SD3_MEDIUM,
+    "flux": FLUX_DEV,
+    "flux6": FLUX_6,
+    "wan": WAN_1_3B,
+    "z_image": Z_IMAGE,
+    "qwen_image": QWEN_IMAGE_15,
+    "klein": KLEIN_4B,
+    "chroma": CHROMA_6,
+    "wan22": WAN_14B_10,
+    "ltx2": LTX2_12,
+}
+"""What `comfy.model_detection` finds out from a checkpoint of each."""
+CLASSES = {
+    "sd15": "SD15",
+    "sdxl": "SDXL",
+    "sd3": "SD3",
+    "flux": "Flux",
+    "flux6": "Flux",
+    "wan": "WAN21_T2V",
+    "z_image": "ZImage",
+    "qwen_image": "QwenImage",
+    "klein": "Flux2",
+    "chroma": "Chroma",
+    "wan22": "WAN21_T2V",
+    "ltx2": "LTXAV",
+}
+_FLUX_LAYERS = ("depth", "depth_single_blocks")
+LAYERS = {
+    "flux": _FLUX_LAYERS,
+    "flux6": _FLUX_LAYERS,
+    "klein": _FLUX_LAYERS,
+    "chroma": _FLUX_LAYERS,
+    "z_image": ("n_layers",),
+    "qwen_image": ("num_layers",),
+    "wan": ("num_layers",),
+    "wan22": ("num_layers",),
+    "ltx2": ("num_layers",),
+}
+"""The settings that say how often a block repeats, and nothing else."""
 
 
 VAE_CONFIG = {
@@ -119,20 +247,28 @@ def use_comfyui(path: Path) -> None:
     comfy.cli_args.args.cpu = not torch.cuda.is_available()
 
 
-def patcher(name: str, dtype: torch.dtype):
-    """Return a ModelPatcher of the named architecture on ComfyUI's device, every parameter filled."""
+def patcher(name: str, dtype: torch.dtype, depth: int | None = None):
+    """Return a ModelPatcher of the named architecture on ComfyUI's device, every parameter filled.
+
+    `depth` is how many blocks of each kind it gets. Raises KeyError if that cannot be chosen.
+    """
     import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models as supported
 
-    classes = {"sd15": "SD15", "sdxl": "SDXL", "sd3": "SD3", "flux": "Flux", "flux6": "Flux", "wan": "WAN21_T2V"}
-    config = getattr(supported, classes[name])(dict(CONFIGS[name]) | _newer_options(name))
+    layers = dict.fromkeys(LAYERS[name], depth) if depth else {}
+    config = getattr(supported, CLASSES[name])(dict(CONFIGS[name]) | _newer_options(name) | layers)
     config.set_inference_dtype(dtype, None)
     device = comfy.model_management.get_torch_device()
     # The tables of its schedule as well, as ComfyUI's loader does it: on the CPU each step would wait for them.
     model = config.get_model({}, "", device=device).eval().to(device)
     fill(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def metadata(name: str) -> dict[str, str] | None:
+    """Return what a file of the named architecture says of itself besides names and shapes; None if nothing."""
+    return {"config": json.dumps({"transformer": LTX2_NOTED})} if name == "ltx2" else None
 
 
 def _newer_options(name: str) -> dict:

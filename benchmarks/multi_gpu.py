@@ -12,8 +12,8 @@ Each row has the first prompt's seconds (with a compile if --home is new), the m
 the GiB in use on the first GPU, how far its latents are from those of one:eager, and for `ours` what Compile Model
 said, the counts of each device's copy, and the reasons of uncompiled calls. The last row of a model has the ratios.
 
---batch N then runs N prompts of the last compiled way over as many servers as --gpus says, one on each GPU
-(`--cuda-device`), and on one server, and prints prompts per second and the share of linear.
+--batch N then starts a server on each of --gpus GPUs (`--cuda-device`). One of them runs its share of N prompts alone,
+then all run N. It prints prompts per second and the share of linear.
 """
 
 from __future__ import annotations
@@ -26,21 +26,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from server import (
-    OTHER_SIZE,
-    ROOT,
-    SIZE,
-    difference,
-    largest,
-    make_missing,
-    model_prompt,
-    node,
-    run_prompt,
-)
+from server import ROOT, Wanted, difference, largest, make_missing, model_prompt, node, run_prompt
+from server_models import Size, sizes_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -97,14 +89,15 @@ def server(options: argparse.Namespace, *flags: str) -> Iterator[ComfyServer]:
 def prompts(options: argparse.Namespace, running: ComfyServer, model: str, way: str) -> dict[str, Any]:
     """Run the prompts of one way; return seconds, memory and differences."""
     before = counts(running)
+    size, other_size = sizes_of(model)
 
-    def run(seed: int, size: tuple[int, int] = SIZE) -> dict[str, Any]:
+    def run(seed: int, size: Size = size) -> dict[str, Any]:
         kept = latent_of(options, model, way, seed)
         made = run_prompt(running, prompt(options, model, way, seed, size, kept))
         return {**made, "differs": difference(kept, latent_of(options, model, "one:eager", seed))}
 
     first, again = run(1), [run(seed) for seed in (2, 3, 4, 5)]
-    other = [run(seed, OTHER_SIZE) for seed in (6, 7)]
+    other = [run(seed, other_size) for seed in (6, 7)]
     everything = [first, *again, *other]
     row = {
         "first": first["seconds"],
@@ -119,12 +112,10 @@ def prompts(options: argparse.Namespace, running: ComfyServer, model: str, way: 
     return row
 
 
-def prompt(
-    options: argparse.Namespace, model: str, way: str, seed: int, size: tuple[int, int], kept: Path
-) -> dict[str, Any]:
+def prompt(options: argparse.Namespace, model: str, way: str, seed: int, size: Size, kept: Path) -> dict[str, Any]:
     """Return an API prompt of one way, with guidance."""
     place, code = way.split(":")
-    made = model_prompt(model, code, seed, options.steps, size, None, kept)
+    made = model_prompt(Wanted(model, code, seed, options.steps, size, kept))
     sampler = made["7"]["inputs"]
     sampler["cfg"] = GUIDANCE
     if place == "split":
@@ -175,15 +166,19 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def batch(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Return prompts per second of one server and of one on each GPU, after a prompt that warms each up."""
-    rates = {}
-    for count in (1, options.gpus):
-        with ExitStack() as stack:
-            found = [stack.enter_context(server(options, "--cuda-device", str(gpu))) for gpu in range(count)]
-            for each in found:
-                run_prompt(each, prompt(options, model, "one:ours", 1, SIZE, options.home / "batch.pt"))
+    with ExitStack() as stack:
+        places = range(options.gpus)
+        contexts = [server(options, "--cuda-device", str(gpu)) for gpu in places]
+        with ThreadPoolExecutor(options.gpus) as pool:
+            found = list(pool.map(stack.enter_context, contexts))
+            list(pool.map(lambda place: run_batch_prompt(options, model, found[place], place, 1), places))
+        rates = {}
+        seed = 100  # a prompt that was run before would be answered from ComfyUI's cache
+        for count, prompts in ((1, options.batch // options.gpus), (options.gpus, options.batch)):
             start = time.perf_counter()
-            spread(options, model, found)
-            rates[count] = options.batch / (time.perf_counter() - start)
+            spread(options, model, found[:count], range(seed, seed + prompts))
+            rates[count] = prompts / (time.perf_counter() - start)
+            seed += prompts
     share = rates[options.gpus] / rates[1] / options.gpus
     return {
         "prompts": options.batch,
@@ -192,9 +187,14 @@ def batch(options: argparse.Namespace, model: str) -> dict[str, Any]:
     }
 
 
-def spread(options: argparse.Namespace, model: str, servers: list[ComfyServer]) -> None:
-    """Run the prompts: each server takes the next one when it is free."""
-    seeds, lock = iter(range(100, 100 + options.batch)), threading.Lock()
+def run_batch_prompt(options: argparse.Namespace, model: str, running: ComfyServer, place: int, seed: int) -> None:
+    kept = options.home / f"batch-{place}.pt"
+    run_prompt(running, prompt(options, model, "one:ours", seed, sizes_of(model)[0], kept))
+
+
+def spread(options: argparse.Namespace, model: str, servers: list[ComfyServer], wanted: range) -> None:
+    """Run a prompt for each seed: each server takes the next one when it is free."""
+    seeds, lock = iter(wanted), threading.Lock()
 
     def work(place: int) -> None:
         while True:
@@ -202,14 +202,10 @@ def spread(options: argparse.Namespace, model: str, servers: list[ComfyServer]) 
                 seed = next(seeds, None)
             if seed is None:
                 return
-            kept = options.home / f"batch-{place}.pt"
-            run_prompt(servers[place], prompt(options, model, "one:ours", seed, SIZE, kept))
+            run_batch_prompt(options, model, servers[place], place, seed)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(servers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(servers)) as pool:
+        list(pool.map(work, range(len(servers))))
 
 
 def tell(options: argparse.Namespace, row: dict[str, Any]) -> None:

@@ -1,44 +1,84 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
-    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] RUN ...
+    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N]
+        [--sizes SIZE,OTHER] [--backend inductor] [--json FILE] RUN ...
 
-A RUN is MODEL:WAYS[:FLAGS]. MODEL is sdxl (fp16), flux6 (Flux with 6 + 12 blocks, bf16) or kl (the VAE of SDXL). A
-format after the model quantises its blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if
-HOME/custom_nodes has ComfyUI-GGUF and Python has gguf. One server takes WAYS in turn, with commas between: eager, ours
-(Compile Model or VAE Speedup), branch (ours with `lora_branch`: LoRAs beside quantised weights) and core
-(TorchCompileModel).
+A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these, or kl (the VAE of SDXL):
+
+    sdxl        fp16, whole                     z_image     Z-Image, whole
+    flux6       Flux, 6 + 12 of 19 + 38 blocks  klein       FLUX.2 Klein 4B, whole
+    chroma      6 + 12 of 19 + 38 blocks        qwen_image  Qwen-Image, 15 of 60 blocks
+    wan22       Wan 2.2 14B, one expert of text to video, 10 of 40 blocks
+    ltx2        LTX-2, video and sound as in core's workflow, 12 of 48 blocks; ltx2_video is the video alone
+
+All but sdxl are in bf16, every layer has its real width, and the weights are at most 11.5 GiB. --depth gives all but
+sdxl another number of blocks of each kind. A format after the model quantises the attention and feed-forward matrices
+of its blocks, and of sdxl and flux6 all matrices of the blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or
+flux6-gguf_Q4_K if HOME/custom_nodes has ComfyUI-GGUF and Python has gguf. One server takes WAYS in turn, with commas
+between: eager, ours (Compile Model or VAE Speedup), branch (ours with `lora_branch`: LoRAs beside quantised weights)
+and core (TorchCompileModel).
 FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
 weights stay in --home, so a second RUN of `ours` is one after a restart.
+
+Sizes, the number of tokens and cfg are in `server_models.py`. Images have 1024x1024 and then 832x1216, videos another
+number of frames; --sizes 832x480x81,832x480x49 are others. Where a model has guidance and a negative prompt of another
+length (Qwen-Image and Chroma do not pad their text), ComfyUI calls it twice a step instead of with a batch of two.
 
 Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A
 latent is compared with that of `eager`, from the same RUN or an earlier one. One of a quantised model is also compared
 with that of the unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home:
 with `eager` and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does.
-GGUF weights are not those of flux6. `used` is of the whole GPU: while the first RUN of `ours` compiles, worker
-processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on the GPU after a sampling, and `pinned`
-counts their pages that are still pinned.
+GGUF weights are not those of flux6. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU: while
+the first RUN of `ours` compiles, worker processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on
+the GPU after a sampling, and `pinned` counts their pages that are still pinned.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from server_models import (
+    MODELS,
+    Size,
+    base_of,
+    depth_of,
+    file_of,
+    format_of,
+    is_gguf,
+    name_of,
+    sizes_of,
+    with_depth,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from comfy_server import ComfyServer, PromptFailed  # noqa: E402
 
-TEXT = {"sdxl": {"tokens": 77, "width": 2048, "pooled": 1280}, "flux6": {"tokens": 256, "width": 4096, "pooled": 768}}
-SIZE, OTHER_SIZE = (1024, 1024), (832, 1216)
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a prompt is to do, and where its latent goes."""
+
+    model: str
+    way: str
+    seed: int
+    steps: int
+    size: Size
+    kept: Path
+    lora: float | None = None
+    backend: str = "inductor"
 
 
 def main() -> None:
@@ -47,6 +87,9 @@ def main() -> None:
     parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its first prompt")
+    parser.add_argument("--depth", type=int, help="blocks of each kind; a model's own number by default")
+    parser.add_argument("--sizes", type=sizes, help="a first size and another one, such as 512x512,256x768")
+    parser.add_argument("--backend", default="inductor", help="of Compile Model; eager runs graphs without a compiler")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("--make", help=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="*")
@@ -57,8 +100,14 @@ def main() -> None:
         return
     for text in options.runs:
         model, ways, *flags = text.split(":")
+        model = with_depth(model, options.depth)
         make_missing(options, model)
         measure(options, text, model, ways.split(","), flags[0] if flags else "")
+
+
+def sizes(text: str) -> tuple[Size, Size]:
+    first, other = (tuple(int(side) for side in size.split("x")) for size in text.split(","))
+    return first, other
 
 
 def measure(options: argparse.Namespace, text: str, model: str, ways: list[str], flags: str) -> None:
@@ -85,22 +134,28 @@ def measure(options: argparse.Namespace, text: str, model: str, ways: list[str],
 def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: str) -> dict[str, Any]:
     """Run the prompts of one way; return seconds, memory and differences."""
 
-    def run(seed: int, size: tuple[int, int] = SIZE, lora: float | None = None) -> dict[str, Any]:
-        kept = options.home / f"{model}-{way}-{seed}.pt"
+    size, other_size = options.sizes or sizes_of(model)
+
+    def kept(of: str, way: str, seed: int, size: Size, lora: float | None) -> Path:
+        parts = (of, way, seed, f"{options.steps}steps", "x".join(map(str, size)), lora)
+        return options.home / f"{'-'.join(str(part) for part in parts if part is not None)}.pt"
+
+    def run(seed: int, size: Size = size, lora: float | None = None) -> dict[str, Any]:
+        path = kept(model, way, seed, size, lora)
         build = vae_prompt if model == "kl" else model_prompt
-        made = run_prompt(server, build(model, way, seed, options.steps, size, lora, kept))
+        made = run_prompt(server, build(Wanted(model, way, seed, options.steps, size, path, lora, options.backend)))
         differences = {
-            "differs": difference(kept, options.home / f"{model}-eager-{seed}.pt"),
+            "differs": difference(path, kept(model, "eager", seed, size, lora)),
             "from unquantised": None
             if model == base_of(model) or is_gguf(model)
-            else difference(kept, options.home / f"{base_of(model)}-eager-{seed}.pt"),
+            else difference(path, kept(base_of(model), "eager", seed, size, lora)),
         }
-        return {**made, **differences}
+        return {**made, **differences, "path": path}
 
     first = run(1)
     again = [run(seed) for seed in (2, 3, 4, 5)]
-    other = [run(seed, OTHER_SIZE) for seed in (6, 7)]
-    loras = [] if model == "kl" else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(11)]
+    other = [run(seed, other_size) for seed in (6, 7)]
+    loras = [] if model == "kl" else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(10)]
     plain, changed = [first, *again, *other, *loras[3:]], loras[:3]
     everything = [*plain, *changed]
     row = {
@@ -114,6 +169,7 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         "finite": all(each["finite"] for each in everything),
         **{name: largest(plain, name) for name in ("differs", "from unquantised")},
         **{f"lora {name}": largest(changed, name) for name in ("differs", "from unquantised")},
+        "lora changes": difference(loras[2]["path"], loras[3]["path"]) if loras else None,
     }
     if way in ("ours", "branch"):
         totals = server.get("/compiled_graphs/registry")["totals"]
@@ -133,7 +189,7 @@ def run_prompt(server: ComfyServer, prompt: dict[str, Any]) -> dict[str, Any]:
 
 def make_missing(options: argparse.Namespace, model: str) -> None:
     """Write a model's weights and a LoRA for it, in another process, unless they are there."""
-    if not weights_of(options, model).exists() or not lora_of(options, model).exists():
+    if not weights_of(options, model).exists() or not (model == "kl" or lora_of(options, model).exists()):
         command = [sys.executable, str(ROOT / "benchmarks" / "server.py"), "--comfyui", str(options.comfyui)]
         subprocess.run([*command, "--home", str(options.home), "--make", model], check=True)
 
@@ -142,62 +198,62 @@ def largest(runs: list[dict[str, Any]], name: str) -> float | None:
     return max((each[name] for each in runs if each[name] is not None), default=None)
 
 
-def model_prompt(
-    model: str, way: str, seed: int, steps: int, size: tuple[int, int], lora: float | None, kept: Path
-) -> dict[str, Any]:
+def model_prompt(wanted: Wanted) -> dict[str, Any]:
     """Return an API prompt: sampling, with a LoRA or without."""
-    base = base_of(model)
+    model = MODELS[name_of(wanted.model)]
     prompt = {
-        "1": loader(model),
-        "2": node("BenchConditioning", **TEXT[base], seed=1),
-        "3": node("BenchConditioning", **TEXT[base], seed=2),
-        "4": node(
-            "EmptyLatentImage" if base == "sdxl" else "EmptySD3LatentImage",
-            width=size[0],
-            height=size[1],
-            batch_size=1,
-        ),
+        "1": loader(wanted.model),
+        "2": node("BenchConditioning", **model.text.inputs(is_negative=False), seed=1),
+        "3": node("BenchConditioning", **model.text.inputs(is_negative=True), seed=2),
+        "4": node(model.latent, **dict(zip(("width", "height", "length"), wanted.size)), batch_size=1),
     }
+    latent = ["4", 0]
+    if model.has_sound:
+        prompt["10"] = node("BenchSound", length=wanted.size[2])
+        prompt["11"] = node("LTXVConcatAVLatent", video_latent=latent, audio_latent=["10", 0])
+        latent = ["11", 0]
     link = ["1", 0]
-    if lora is not None:
-        prompt["5"] = node("LoraLoaderModelOnly", model=link, lora_name=f"{base}.safetensors", strength_model=lora)
+    if wanted.lora is not None:
+        lora = f"{base_of(file_of(wanted.model))}.safetensors"
+        prompt["5"] = node("LoraLoaderModelOnly", model=link, lora_name=lora, strength_model=wanted.lora)
         link = ["5", 0]
-    if way != "eager":
-        kind = "TorchCompileModel" if way == "core" else "CG_CompileModel"
-        prompt["6"] = node(kind, model=link, backend="inductor", **({"lora_branch": True} if way == "branch" else {}))
+    if wanted.way == "core":
+        prompt["6"] = node("TorchCompileModel", model=link, backend="inductor")
         link = ["6", 0]
-    sampler = {"seed": seed, "steps": steps, "cfg": 6.0 if base == "sdxl" else 1.0, "denoise": 1.0}
-    links = {"model": link, "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0]}
+    elif wanted.way != "eager":
+        branch = {"lora_branch": True} if wanted.way == "branch" else {}
+        prompt["6"] = node("CG_CompileModel", model=link, backend=wanted.backend, **branch)
+        link = ["6", 0]
+    sampler = {"seed": wanted.seed, "steps": wanted.steps, "cfg": model.cfg, "denoise": 1.0}
+    links = {"model": link, "positive": ["2", 0], "negative": ["3", 0], "latent_image": latent}
     prompt["7"] = node("KSampler", **links, **sampler, sampler_name="euler", scheduler="normal")
-    prompt["8"] = node("BenchKeep", latent=["7", 0], path=str(kept))
+    made = ["7", 0]
+    if model.has_sound:
+        prompt["12"] = node("LTXVSeparateAVLatent", av_latent=made)
+        made = ["12", 0]
+    prompt["8"] = node("BenchKeep", latent=made, path=str(wanted.kept))
     return prompt
 
 
-def vae_prompt(
-    model: str, way: str, seed: int, steps: int, size: tuple[int, int], lora: float | None, kept: Path
-) -> dict[str, Any]:
+def vae_prompt(wanted: Wanted) -> dict[str, Any]:
     """Return an API prompt: decoding of a random latent."""
     prompt = {
-        "1": node("VAELoader", vae_name=f"{model}.safetensors"),
-        "2": node("BenchLatent", width=size[0], height=size[1], seed=seed),
+        "1": node("VAELoader", vae_name=f"{wanted.model}.safetensors"),
+        "2": node("BenchLatent", width=wanted.size[0], height=wanted.size[1], seed=wanted.seed),
     }
     link = ["1", 0]
-    if way in ("ours", "branch"):
-        prompt["6"] = node("CG_VAESpeedup", vae=link)
+    if wanted.way in ("ours", "branch"):
+        prompt["6"] = node("CG_VAESpeedup", vae=link, backend=wanted.backend)
         link = ["6", 0]
     prompt["7"] = node("VAEDecode", samples=["2", 0], vae=link)
-    prompt["8"] = node("BenchKeep", image=["7", 0], path=str(kept))
+    prompt["8"] = node("BenchKeep", image=["7", 0], path=str(wanted.kept))
     return prompt
 
 
 def loader(model: str) -> dict[str, Any]:
     if is_gguf(model):
-        return node("UnetLoaderGGUF", unet_name=f"{model}.gguf")
-    return node("UNETLoader", unet_name=f"{model}.safetensors", weight_dtype="default")
-
-
-def is_gguf(model: str) -> bool:
-    return model.partition("-")[2].startswith("gguf_")
+        return node("UnetLoaderGGUF", unet_name=f"{file_of(model)}.gguf")
+    return node("UNETLoader", unet_name=f"{file_of(model)}.safetensors", weight_dtype="default")
 
 
 def node(class_type: str, **inputs: Any) -> dict[str, Any]:
@@ -214,18 +270,13 @@ def difference(kept: Path, theirs: Path) -> float | None:
     return float((ours - expected).norm() / expected.norm())
 
 
-def base_of(model: str) -> str:
-    """Return the model that another one is, quantised."""
-    return model.partition("-")[0]
-
-
 def lora_of(options: argparse.Namespace, model: str) -> Path:
-    return options.home / "models" / "loras" / f"{base_of(model)}.safetensors"
+    return options.home / "models" / "loras" / f"{base_of(file_of(model))}.safetensors"
 
 
 def weights_of(options: argparse.Namespace, model: str) -> Path:
     folder = "vae" if model == "kl" else "diffusion_models"
-    return options.home / "models" / folder / f"{model}.{'gguf' if is_gguf(model) else 'safetensors'}"
+    return options.home / "models" / folder / f"{file_of(model)}.{'gguf' if is_gguf(model) else 'safetensors'}"
 
 
 def make(options: argparse.Namespace) -> None:
@@ -233,31 +284,32 @@ def make(options: argparse.Namespace) -> None:
     import models
     import torch
 
-    model = options.make
-    base, _, format_ = model.partition("-")
     models.use_comfyui(options.comfyui)
     import safetensors.torch
 
-    if model == "kl":
-        network, dtype = models.vae("kl", torch.float32).first_stage_model, torch.float32
-    else:
-        dtype = torch.float16 if base == "sdxl" else torch.bfloat16
-        network = models.patcher(base, dtype).model.diffusion_model
-    path = weights_of(options, model)
+    path = weights_of(options, options.make)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if options.make == "kl":
+        state = models.vae("kl", torch.float32).first_stage_model.state_dict()
+        safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, str(path))
+        return
+    name, format_ = name_of(file_of(options.make)), format_of(options.make)
+    model, dtype = MODELS[name], getattr(torch, MODELS[name].dtype)
+    network = models.patcher(name, dtype, depth_of(options.make)).model.diffusion_model
     state = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in network.state_dict().items()}
-    if is_gguf(model):
-        write_gguf(path, state, format_.removeprefix("gguf_"))
+    if is_gguf(options.make):
+        write_gguf(path, state, model.quantised, format_.removeprefix("gguf_"))
     else:
-        safetensors.torch.save_file(quantized(state, format_) if format_ else state, str(path))
-    lora = lora_of(options, model)
+        made = quantized(state, model.quantised, format_) if format_ else state
+        safetensors.torch.save_file(made, str(path), models.metadata(name))
+    lora = lora_of(options, options.make)
     lora.parent.mkdir(parents=True, exist_ok=True)
     if not lora.exists():
-        safetensors.torch.save_file(low_rank(state), str(lora))
+        safetensors.torch.save_file(low_rank(state, model.adapted), str(lora))
 
 
-def quantized(state: dict[str, Any], format_: str) -> dict[str, Any]:
-    """Return a checkpoint whose blocks' matrices are in a format of `comfy.quant_ops.QUANT_ALGOS`."""
+def quantized(state: dict[str, Any], which: str, format_: str) -> dict[str, Any]:
+    """Return a checkpoint with matrices in a format of `comfy.quant_ops.QUANT_ALGOS`: those that a pattern fits."""
     import torch
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
@@ -266,7 +318,7 @@ def quantized(state: dict[str, Any], format_: str) -> dict[str, Any]:
     note = torch.tensor(list(json.dumps({"format": format_}).encode()), dtype=torch.uint8)
     made = {}
     for name, weight in state.items():
-        if weight.ndim != 2 or "block" not in name or not name.endswith(".weight"):
+        if not is_matrix(name, weight, which):
             made[name] = weight
             continue
         parts = QuantizedTensor.from_float(weight, layout, **options).state_dict(name)
@@ -275,8 +327,12 @@ def quantized(state: dict[str, Any], format_: str) -> dict[str, Any]:
     return made
 
 
-def write_gguf(path: Path, state: dict[str, Any], kind: str) -> None:
-    """Write a GGUF file whose blocks' matrices are of a type such as Q4_K: random values within a small scale."""
+def is_matrix(name: str, weight: Any, which: str) -> bool:
+    return weight.ndim == 2 and name.endswith(".weight") and re.search(which, name) is not None
+
+
+def write_gguf(path: Path, state: dict[str, Any], which: str, kind: str) -> None:
+    """Write a GGUF file with matrices of a type such as Q4_K: random values within a small scale."""
     import gguf
     import numpy as np
 
@@ -286,7 +342,7 @@ def write_gguf(path: Path, state: dict[str, Any], kind: str) -> None:
     small = np.frombuffer(np.float16(2e-4).tobytes(), np.uint8)
     generator, writer = np.random.default_rng(0), gguf.GGUFWriter(str(path), "flux")
     for name, weight in state.items():
-        if weight.ndim != 2 or "block" not in name or not name.endswith(".weight"):
+        if not is_matrix(name, weight, which):
             writer.add_tensor(name, weight.float().numpy().astype(np.float16))
             continue
         data = generator.integers(0, 256, (weight.shape[0], weight.shape[1] // block, size), dtype=np.uint8)
@@ -299,13 +355,13 @@ def write_gguf(path: Path, state: dict[str, Any], kind: str) -> None:
     writer.close()
 
 
-def low_rank(state: dict[str, Any], rank: int = 8) -> dict[str, Any]:
-    """Return a LoRA for the layers that make queries, keys and values."""
+def low_rank(state: dict[str, Any], which: str, rank: int = 8) -> dict[str, Any]:
+    """Return a LoRA for the matrices that a pattern fits: layers that make queries and values."""
     import torch
 
     made = {}
     for name, weight in state.items():
-        if weight.ndim == 2 and any(part in name for part in ("to_q.", "to_v.", "img_attn.qkv.", "linear1.")):
+        if is_matrix(name, weight, which):
             base = f"diffusion_model.{name.removesuffix('.weight')}"
             made[f"{base}.lora_up.weight"] = (torch.randn(weight.shape[0], rank) * 0.02).half()
             made[f"{base}.lora_down.weight"] = (torch.randn(rank, weight.shape[1]) * 0.02).half()

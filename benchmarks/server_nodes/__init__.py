@@ -1,24 +1,30 @@
 """Nodes for `benchmarks/server.py`: conditioning without a text encoder, and a latent that is kept to be compared."""
 
+import json
+
 import torch
 
 
 class BenchConditioning:
-    """Random numbers in the form of a text encoder's result."""
+    """Random numbers in the form of a text encoder's result. `entries` is what else it holds, as JSON."""
 
     @classmethod
     def INPUT_TYPES(cls):
         whole = ("INT", {"default": 0, "max": 1 << 20})
-        return {"required": {"tokens": whole, "width": whole, "pooled": whole, "seed": whole}}
+        numbers = {"tokens": whole, "width": whole, "pooled": whole, "seed": whole}
+        return {"required": {**numbers, "has_mask": ("BOOLEAN", {}), "entries": ("STRING", {})}}
 
     RETURN_TYPES = ("CONDITIONING",)
     FUNCTION = "make"
     CATEGORY = "benchmarks"
 
-    def make(self, tokens, width, pooled, seed):
+    def make(self, tokens, width, pooled, seed, has_mask, entries):
         generator = torch.Generator().manual_seed(seed)
         text = torch.randn(1, tokens, width, generator=generator)
-        return ([[text, {"pooled_output": torch.randn(1, pooled, generator=generator), "guidance": 3.5}]],)
+        found = {"pooled_output": torch.randn(1, pooled, generator=generator) if pooled else None}
+        if has_mask:
+            found["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+        return ([[text, found | json.loads(entries)]],)
 
 
 class BenchLatent:
@@ -36,6 +42,21 @@ class BenchLatent:
     def make(self, width, height, seed):
         generator = torch.Generator().manual_seed(seed)
         return ({"samples": torch.randn(1, 4, height // 8, width // 8, generator=generator)},)
+
+
+class BenchSound:
+    """The empty latent of a sound to LTX-2's video. Core's node for it wants a VAE; 25 columns are a second."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"length": ("INT", {"default": 0, "max": 1 << 20})}}
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "make"
+    CATEGORY = "benchmarks"
+
+    def make(self, length):
+        return ({"samples": torch.zeros(1, 8, length, 16), "type": "audio"},)
 
 
 class BenchKeep:
@@ -71,4 +92,4 @@ def _pages():
     return [flags for vbar in ranges for flags in vbar.get_residency()]
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (BenchConditioning, BenchLatent, BenchKeep)}
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (BenchConditioning, BenchLatent, BenchSound, BenchKeep)}

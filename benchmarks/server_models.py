@@ -1,0 +1,165 @@
+"""The models of `benchmarks/server.py`: the prompt that core's own workflow has for each, without its text encoder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+Size = tuple[int, ...]
+"""Width and height, and of a video the frames."""
+IMAGE_SIZES: tuple[Size, Size] = ((1024, 1024), (832, 1216))
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a text encoder gives: random numbers of this shape stand for it."""
+
+    tokens: int
+    width: int
+    pooled: int = 0
+    negative: int | None = None
+    """Tokens of the negative prompt; as many as of the positive one if None."""
+    has_mask: bool = False
+    """Whether an `attention_mask` comes with the text. Nothing is masked in it."""
+    entries: dict[str, Any] = field(default_factory=dict)
+    """What else a conditioning holds."""
+
+    def inputs(self, is_negative: bool) -> dict[str, Any]:
+        """Return the inputs of a BenchConditioning node but for its seed."""
+        tokens = self.negative if is_negative and self.negative is not None else self.tokens
+        named = {"tokens": tokens, "width": self.width, "pooled": self.pooled, "has_mask": self.has_mask}
+        return {**named, "entries": json.dumps(self.entries)}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a prompt of a diffusion model consists of, and which matrices of it others change."""
+
+    text: Text
+    latent: str
+    """Core's node for an empty latent."""
+    cfg: float
+    quantised: str
+    """A pattern in the names of the matrices that a format applies to."""
+    adapted: str
+    """A pattern in the names of the matrices that a LoRA changes."""
+    sizes: tuple[Size, Size] = IMAGE_SIZES
+    has_sound: bool = False
+    """Whether the latent has a part for the sound."""
+    has_depth: bool = True
+    """Whether it is a list of blocks, which can be shorter. A UNet is not."""
+    dtype: str = "bfloat16"
+    network: str | None = None
+    """The name in `models.CONFIGS`, if that is another one."""
+
+
+_FLUX_BLOCKS = r"^(double|single)_blocks\.\d+\.((img|txt)_(attn|mlp)|linear[12])\."
+_FLUX_ADAPTED = r"^(double|single)_blocks\.\d+\.(img_attn\.qkv|linear1)\."
+_LTX2_TEXT = Text(tokens=120, width=3840, negative=20, entries={"unprocessed_ltxav_embeds": True})
+_LTX2 = {
+    "latent": "EmptyLTXVLatentVideo",
+    "cfg": 4.0,
+    "sizes": ((1280, 704, 121), (1280, 704, 73)),
+    "quantised": r"^transformer_blocks\.\d+\.\w*(attn|ff)",
+    "adapted": r"^transformer_blocks\.\d+\.\w*attn\w*\.to_[qv]\.",
+    "network": "ltx2",
+}
+
+MODELS = {
+    "sdxl": Model(
+        Text(tokens=77, width=2048, pooled=1280, entries={"guidance": 3.5}),
+        latent="EmptyLatentImage",
+        cfg=6.0,
+        quantised=r"block",
+        adapted=r"to_[qv]\.",
+        has_depth=False,
+        dtype="float16",
+    ),
+    "flux6": Model(
+        Text(tokens=256, width=4096, pooled=768, entries={"guidance": 3.5}),
+        latent="EmptySD3LatentImage",
+        cfg=1.0,
+        quantised=r"block",
+        adapted=r"img_attn\.qkv\.|linear1\.",
+    ),
+    "z_image": Model(
+        Text(tokens=39, width=2560, has_mask=True),
+        latent="EmptySD3LatentImage",
+        cfg=1.0,
+        quantised=r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\.",
+        adapted=r"^layers\.\d+\.attention\.qkv\.",
+    ),
+    "qwen_image": Model(
+        Text(tokens=210, width=3584, negative=46),
+        latent="EmptySD3LatentImage",
+        cfg=4.0,
+        quantised=r"^transformer_blocks\.\d+\.(attn|img_mlp|txt_mlp)\.",
+        adapted=r"^transformer_blocks\.\d+\.attn\.to_[qv]\.",
+    ),
+    "klein": Model(
+        Text(tokens=512, width=7680, has_mask=True),
+        latent="EmptyFlux2LatentImage",
+        cfg=1.0,
+        quantised=_FLUX_BLOCKS,
+        adapted=_FLUX_ADAPTED,
+    ),
+    "chroma": Model(
+        Text(tokens=101, width=4096, negative=64),
+        latent="EmptySD3LatentImage",
+        cfg=3.5,
+        quantised=_FLUX_BLOCKS,
+        adapted=_FLUX_ADAPTED,
+    ),
+    "wan22": Model(
+        Text(tokens=512, width=4096),
+        latent="EmptyHunyuanLatentVideo",
+        cfg=3.5,
+        sizes=((832, 480, 81), (832, 480, 49)),
+        quantised=r"^blocks\.\d+\.(self_attn|cross_attn|ffn)\.",
+        adapted=r"^blocks\.\d+\.(self_attn|cross_attn)\.[qv]\.",
+    ),
+    "ltx2": Model(_LTX2_TEXT, **_LTX2, has_sound=True),
+    "ltx2_video": Model(_LTX2_TEXT, **_LTX2),
+}
+
+
+def base_of(model: str) -> str:
+    """Return the model that another one is, quantised."""
+    return model.partition("-")[0]
+
+
+def format_of(model: str) -> str:
+    return model.partition("-")[2]
+
+
+def is_gguf(model: str) -> bool:
+    return format_of(model).startswith("gguf_")
+
+
+def name_of(model: str) -> str:
+    """Return the name in MODELS."""
+    return base_of(model).partition("@")[0]
+
+
+def depth_of(model: str) -> int | None:
+    """Return how many blocks of each kind a name asks for; None if as many as usual."""
+    return int(base_of(model).partition("@")[2] or 0) or None
+
+
+def with_depth(model: str, depth: int | None) -> str:
+    """Return the name of a model with so many blocks of each kind, such as wan22@2-int8_tensorwise."""
+    known = MODELS.get(name_of(model))
+    return (
+        model.replace(base_of(model), f"{base_of(model)}@{depth}", 1) if depth and known and known.has_depth else model
+    )
+
+
+def file_of(model: str) -> str:
+    """Return the name of a model's file of weights, without its ending."""
+    name = name_of(model)
+    return model.replace(name, MODELS[name].network or name, 1) if name in MODELS else model
+
+
+def sizes_of(model: str) -> tuple[Size, Size]:
+    return MODELS[name_of(model)].sizes if name_of(model) in MODELS else IMAGE_SIZES
