@@ -16,6 +16,7 @@ class Text:
     """What a text encoder gives: random numbers of this shape stand for it."""
 
     tokens: int
+    """Those of the prompt in core's workflow, or as many as the encoder pads to."""
     width: int
     pooled: int = 0
     negative: int | None = None
@@ -150,9 +151,9 @@ def depth_of(model: str) -> int | None:
 def with_depth(model: str, depth: int | None) -> str:
     """Return the name of a model with so many blocks of each kind, such as wan22@2-int8_tensorwise."""
     known = MODELS.get(name_of(model))
-    return (
-        model.replace(base_of(model), f"{base_of(model)}@{depth}", 1) if depth and known and known.has_depth else model
-    )
+    if not depth or known is None or not known.has_depth:
+        return model
+    return model.replace(base_of(model), f"{base_of(model)}@{depth}", 1)
 
 
 def file_of(model: str) -> str:

@@ -163,12 +163,12 @@ def settings_of(module: nn.Module, host: Host, read_by_others: frozenset[str] = 
     }
 
 
-def _numbers_of(module: nn.Module, settings: Mapping[str, Any]) -> list[str]:
+def _numbers_of(module: nn.Module, settings: Mapping[str, Any], host: Host) -> list[str]:
     """Return the names of a module's settings that are ints, such as the number of a layer.
 
     The code of a library's class is not read, so all its settings count.
     """
-    if any(base.__module__.partition(".")[0] in LIBRARIES for base in type(module).__mro__ if base not in _BASES):
+    if any(is_outside(base.__module__ or "builtins", host) for base in type(module).__mro__ if base not in _BASES):
         return []
     return [name for name in settings if type(module.__dict__.get(name)) is int]
 
@@ -210,7 +210,7 @@ class Describer:
                 name: values.describe(self._host.setting(name, value), f"{path}.{name}" if path else name)
                 for name, value in settings_in(child).items()
             }
-            numbers |= {(len(record), name) for name in _numbers_of(child, settings)}
+            numbers |= {(len(record), name) for name in _numbers_of(child, settings, self._host)}
             tensors = {
                 name: self._weight(child, name, t, values, is_arranged)
                 for group in (child._parameters, child._buffers)
