@@ -164,4 +164,4 @@ def needs_of(identities: Iterable[GraphIdentity]) -> str:
     """Return in words what a machine must have to run graphs, besides torch."""
     on_gpus = any(identity.spec.device.startswith("cuda") for identity in identities)
     # The library that Triton builds when it first runs is in the file: backends/inductor/triton_library.py.
-    return "Triton; with another Python than the maker's also a C compiler, once" if on_gpus else "no compiler"
+    return "Triton; on AMD, or with another Python than the maker's, also a C compiler" if on_gpus else "no compiler"

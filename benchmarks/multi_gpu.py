@@ -19,24 +19,17 @@ then all run N. It prints prompts per second and the share of linear.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from server import ROOT, Wanted, difference, largest, make_missing, model_prompt, node, run_prompt
+from server import ComfyServer, Wanted, difference, largest, make_missing, model_prompt, node, run_prompt, started, tell
 from server_models import Size, sizes_of
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from comfy_server import ComfyServer
 
 WAYS = "one:eager,one:ours,split:eager,split:ours"
 GUIDANCE = 6.0
@@ -54,8 +47,6 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="a server of its own for each way")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     options = parser.parse_args()
-    nodes = options.home / "custom_nodes" / "bench"
-    shutil.copytree(ROOT / "benchmarks" / "server_nodes", nodes, dirs_exist_ok=True)
     for model in options.models.split(","):
         make_missing(options, model)
         rows = {row["way"]: row for row in measured(options, model)}
@@ -68,22 +59,11 @@ def measured(options: argparse.Namespace, model: str) -> Iterator[dict[str, Any]
     """Run the prompts of each way; yield a row for each."""
     ways = options.ways.split(",")
     for some in [[way] for way in ways] if options.fresh else [ways]:
-        with server(options) as running:
+        with started(options) as running:
             for way in some:
                 row = {"model": model, "way": way, **prompts(options, running, model, way)}
                 tell(options, row)
                 yield row
-
-
-@contextmanager
-def server(options: argparse.Namespace, *flags: str) -> Iterator[ComfyServer]:
-    """Start a server that sees all GPUs, or as flags say."""
-    arguments = ("--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch", *flags)
-    front = options.home / "front"
-    if front.exists():
-        arguments += ("--front-end-root", str(front))
-    with ComfyServer(str(options.comfyui), options.home, arguments) as running:
-        yield running
 
 
 def prompts(options: argparse.Namespace, running: ComfyServer, model: str, way: str) -> dict[str, Any]:
@@ -168,7 +148,7 @@ def batch(options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Return prompts per second of one server and of one on each GPU, after a prompt that warms each up."""
     with ExitStack() as stack:
         places = range(options.gpus)
-        contexts = [server(options, "--cuda-device", str(gpu)) for gpu in places]
+        contexts = [started(options, "--cuda-device", str(gpu)) for gpu in places]
         with ThreadPoolExecutor(options.gpus) as pool:
             found = list(pool.map(stack.enter_context, contexts))
             list(pool.map(lambda place: run_batch_prompt(options, model, found[place], place, 1), places))
@@ -206,13 +186,6 @@ def spread(options: argparse.Namespace, model: str, servers: list[ComfyServer], 
 
     with ThreadPoolExecutor(len(servers)) as pool:
         list(pool.map(work, range(len(servers))))
-
-
-def tell(options: argparse.Namespace, row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
-    if options.json:
-        with options.json.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

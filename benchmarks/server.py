@@ -44,6 +44,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,23 +114,34 @@ def sizes(text: str) -> tuple[Size, Size]:
 
 def measure(options: argparse.Namespace, text: str, model: str, ways: list[str], flags: str) -> None:
     """Start a server and run the prompts of each way."""
-    nodes = options.home / "custom_nodes" / "bench"
-    shutil.copytree(ROOT / "benchmarks" / "server_nodes", nodes, dirs_exist_ok=True)
     arguments = [part for flag in flags.split("+") if flag for part in f"--{flag}".split("=")]
-    arguments += ["--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch"]
-    if (front := options.home / "front").exists():
-        arguments += ["--front-end-root", str(front)]
     try:
-        with ComfyServer(str(options.comfyui), options.home, tuple(arguments)) as server:
+        with started(options, *arguments) as server:
             time.sleep(options.pause)
             for way in ways:
-                row = {"run": text, "way": way, **prompts(options, server, model, way)}
-                print(json.dumps(row), flush=True)
-                if options.json:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                tell(options, {"run": text, "way": way, **prompts(options, server, model, way)})
     except (RuntimeError, PromptFailed) as error:
         print(json.dumps({"run": text, "failed": str(error)[-1500:]}), flush=True)
+
+
+@contextmanager
+def started(options: argparse.Namespace, *flags: str) -> Iterator[ComfyServer]:
+    """Start a server with these flags and the nodes of the benchmarks."""
+    nodes = options.home / "custom_nodes" / "bench"
+    shutil.copytree(ROOT / "benchmarks" / "server_nodes", nodes, dirs_exist_ok=True)
+    arguments = (*flags, "--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch")
+    if (front := options.home / "front").exists():
+        arguments += ("--front-end-root", str(front))
+    with ComfyServer(str(options.comfyui), options.home, arguments) as server:
+        yield server
+
+
+def tell(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Print a row, and append it to the file of `--json`."""
+    print(json.dumps(row), flush=True)
+    if options.json:
+        with options.json.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: str) -> dict[str, Any]:

@@ -11,23 +11,15 @@ Weights are made before, in a process for each model.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import statistics
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from server import ROOT, Wanted, difference, lora_of, model_prompt, run_prompt, weights_of
+from server import ComfyServer, PromptFailed, Wanted, difference, make_missing, model_prompt, run_prompt, started, tell
 from server_models import Size, sizes_of
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from comfy_server import ComfyServer, PromptFailed
-
-FLAGS = ("--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch")
 
 PAUSE = 30.0
 """Seconds from the server's start to the first prompt: people open a workflow first."""
@@ -42,24 +34,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the rows to this file")
     parser.add_argument("models", nargs="+")
     options = parser.parse_args()
-    shutil.copytree(ROOT / "benchmarks" / "server_nodes", options.home / "custom_nodes" / "bench", dirs_exist_ok=True)
-    front = options.home / "front"
-    flags = (*FLAGS, "--front-end-root", str(front)) if front.exists() else FLAGS
-    with ComfyServer(str(options.comfyui), options.home, flags) as server:
+    with started(options) as server, ThreadPoolExecutor() as pool:
         start = time.monotonic()
-        make_all(options)
+        list(pool.map(partial(make_missing, options), options.models))
         time.sleep(max(0.0, PAUSE - (time.monotonic() - start)))
         for model in options.models:
             tell(options, measured(options, server, model))
-
-
-def make_all(options: argparse.Namespace) -> None:
-    """Write the weights that are missing, a process for each model."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "server.py"), "--comfyui", str(options.comfyui)]
-    missing = [m for m in options.models if not (weights_of(options, m).exists() and lora_of(options, m).exists())]
-    making = [subprocess.Popen([*command, "--home", str(options.home), "--make", model]) for model in missing]
-    if failed := [model for model, process in zip(missing, making, strict=True) if process.wait()]:
-        raise SystemExit(f"The weights of {', '.join(failed)} could not be made: see above.")
 
 
 def measured(options: argparse.Namespace, server: ComfyServer, model: str) -> dict[str, Any]:
@@ -113,13 +93,6 @@ def way_of(options: argparse.Namespace, server: ComfyServer, model: str, way: st
 def counts(server: ComfyServer) -> dict[str, int]:
     totals = server.get("/compiled_graphs/registry")["totals"]
     return {name: totals[name] for name in ("compiles", "retired", "recordings", "replays")}
-
-
-def tell(options: argparse.Namespace, row: dict[str, Any]) -> None:
-    print(json.dumps(row), flush=True)
-    if options.json:
-        with options.json.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -249,6 +249,14 @@ install_torchvision() {
     imports torchvision || fail "no torchvision for this torch could be installed: install one into $CG_HOME/venv by hand and run this again"
 }
 
+# With uv: pip needs minutes to find versions of boto3 and s3fs that agree.
+install_test_extras() {
+    pip uv || fail "uv could not be installed: see $CG_HOME/pip.log"
+    "$CG_HOME/venv/$BIN/uv" pip install --quiet --python "$CG_HOME/venv/$BIN/python" --no-build-isolation \
+        -e "${ROOT}[test,$TEST_EXTRAS]" >"$CG_HOME/pip.log" 2>&1 ||
+        fail "what TEST_EXTRAS names could not be installed: see $CG_HOME/pip.log"
+}
+
 # This package as it is in its folder, and what its tests import.
 install_tests() {
     local stamp want
@@ -256,8 +264,6 @@ install_tests() {
     want="$ROOT $(cksum <"$ROOT/pyproject.toml") ${TEST_EXTRAS:-}"
     [ "$(cat "$stamp" 2>/dev/null || true)" = "$want" ] && return
     pip -e "${ROOT}[test]" --no-build-isolation
-    # pip needs minutes to find versions of boto3 and s3fs that agree.
-    [ -z "${TEST_EXTRAS:-}" ] || { pip uv && "$CG_HOME/venv/$BIN/uv" pip install --quiet --python "$CG_HOME/venv/$BIN/python" \
-        --no-build-isolation -e "${ROOT}[test,$TEST_EXTRAS]" >"$CG_HOME/pip.log" 2>&1; } || fail "what TEST_EXTRAS names could not be installed: see $CG_HOME/pip.log"
+    [ -z "${TEST_EXTRAS:-}" ] || install_test_extras
     printf '%s' "$want" >"$stamp"
 }

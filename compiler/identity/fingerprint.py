@@ -84,15 +84,16 @@ class Code:
 
     def reads(self, name: str) -> bool:
         """Whether the code may read an attribute of this name, or put the name together."""
-        if self.attributes is None or name in self.attributes:
-            return True
-        return _is_spelled(name, self.string_constants)
+        return self.attributes is None or _is_spelled(name, self.attributes, self.string_constants)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_spelled(name: str, strings: frozenset[str]) -> bool:
-    """Whether a string has a name in it, or is a part of it."""
-    return any(text in name or name in text for text in strings if text)
+def _is_spelled(name: str, attributes: frozenset[str], strings: frozenset[str]) -> bool:
+    """Whether code that has these attributes and strings names something, perhaps in parts."""
+    if name in attributes or any(text in name or name in text for text in strings if text):
+        return True
+    # Python writes a class's name before a private one: `self.__id` in Block is `_Block__id`.
+    return any(name.endswith(attribute) for attribute in attributes if attribute.startswith("__"))
 
 
 _networks: weakref.WeakKeyDictionary[nn.Module, tuple[Host, Description, Watch]] = weakref.WeakKeyDictionary()

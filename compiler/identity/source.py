@@ -24,8 +24,9 @@ _CHANGING = frozenset(
     {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove"}
 )
 _READ_ANY_ATTRIBUTE = frozenset(
-    {"vars", "dir", "eval", "exec", "attrgetter", "methodcaller", "__dict__", "__getattribute__", "copy", "deepcopy"}
-    | {"asdict", "astuple", "getmembers", "__getstate__", "__reduce__", "pickle", "locals"}
+    {"vars", "dir", "eval", "exec", "attrgetter", "methodcaller", "__dict__", "copy", "deepcopy", "pickle", "locals"}
+    | {"asdict", "astuple", "getmembers", "__getattr__", "__getattribute__", "__getstate__", "__reduce__"}
+    | {"getattr", "hasattr", "getattr_static"}
 )
 """Names by which code reads attributes without naming them, or hands them to code that does."""
 
@@ -107,17 +108,28 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         frozenset(_changed(nodes)) - {()},
         frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
-        any(map(_reads_any_attribute, nodes)),
+        _reads_any_attribute(nodes),
     )
 
 
-def _reads_any_attribute(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-        return len(node.args) < 2 or not isinstance(node.args[1], ast.Constant)
-    names = [getattr(node, "id", None), getattr(node, "attr", None)]
-    if isinstance(node, ast.ImportFrom):
-        names += [alias.name for alias in node.names]
-    return isinstance(node, ast.MatchClass) or not _READ_ANY_ATTRIBUTE.isdisjoint(names)
+def _reads_any_attribute(nodes: list[ast.AST]) -> bool:
+    constant = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _names_its_attribute(node)}
+    named = [node for node in nodes if id(node) not in constant]
+    return any(isinstance(n, ast.MatchClass) or not _READ_ANY_ATTRIBUTE.isdisjoint(_words_in(n)) for n in named)
+
+
+def _names_its_attribute(call: ast.Call) -> bool:
+    """Whether this is `getattr` or `hasattr` of a name that is a constant."""
+    is_lookup = isinstance(call.func, ast.Name) and call.func.id in ("getattr", "hasattr")
+    return is_lookup and len(call.args) > 1 and isinstance(call.args[1], ast.Constant)
+
+
+def _words_in(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [node.attr]
+    return [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
 
 
 def is_native(cls: type, name: str, function: Any) -> bool:

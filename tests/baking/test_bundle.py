@@ -121,7 +121,7 @@ def test_only_wanted_graphs_are_read(files, tmp_path):
     assert foreign.untrusted
 
 
-@pytest.mark.parametrize(("device", "needs"), [("cpu", "no compiler"), ("cuda", "Triton; with another Python")])
+@pytest.mark.parametrize(("device", "needs"), [("cpu", "no compiler"), ("cuda", "Triton; on AMD, or with another")])
 def test_a_file_says_what_its_graphs_need(device, needs, tmp_path, capsys):
     path = tmp_path / f"one{SUFFIX}"
     path.write_bytes(write_graphs([graph(1, replace(SPEC, device=device))], Trust()))

@@ -29,7 +29,7 @@ from torch import nn
 from ...common.host import Host
 from ...common.inner_tensors import TENSOR_TYPES
 from ...common.reason import ReasonCode, Unsupported
-from ...common.tensor_slots import Slot, layer_slots, modules_of
+from ...common.tensor_slots import Slot, owned_tensor_slots
 from ...common.weight_source import RESIDENT
 from ...identity.low_rank import is_factor
 from ...identity.memory_format import has_layouts, stride_in
@@ -119,7 +119,7 @@ class StreamedWeights:
         network = self._network()
         if network is None:
             return
-        layers = [layer for layer in modules_of(network) if PLACE in vars(layer)]
+        layers = [layer for layer in network.modules() if PLACE in vars(layer)]
         before, self._attributes = self._attributes, [vars(layer) for layer in layers]
         places = [attributes[PLACE] for attributes in self._attributes]
         if list(map(id, before)) != list(map(id, self._attributes)) or span_of(places) != self._span:
@@ -299,7 +299,7 @@ class StreamedSource:
     def follow(self) -> None:
         """See which layers have a place in a VBAR."""
         region, reads, layers = self._region(), [], {}
-        for layer, (_, name) in layer_slots(region) if region is not None else ():
+        for _, layer, (_, name) in owned_tensor_slots(region) if region is not None else ():
             is_streamed = PLACE in vars(layer) and name in ARRIVED
             reads.append((vars(layer), ARRIVED[name]) if is_streamed else None)
             if is_streamed:
@@ -400,7 +400,7 @@ class StreamedSource:
             functions = {name: vars(layer).get(f"{name}_function") for name in own}
             if any(functions.values()) or any(t.device != device for t in own.values()):
                 moved[id(layer)] = _cast_one(layer, own, functions, device)
-        slots = [(layer, name) for layer, (_, name) in layer_slots(region)]
+        slots = [(layer, name) for _, layer, (_, name) in owned_tensor_slots(region)]
         return [moved.get(id(layer), {}).get(name, t) for (layer, name), t in zip(slots, tensors, strict=True)]
 
 
@@ -554,7 +554,7 @@ class KeptTensors:
         """See which tensors the modules hold themselves."""
         self._slots = [
             (group, name)
-            for layer, (group, name) in layer_slots(network)
+            for _, layer, (group, name) in owned_tensor_slots(network)
             if group[name].device == device and not (PLACE in vars(layer) and name in ARRIVED)
         ]
         keys = {(id(group), name) for group, name in self._slots}

@@ -538,7 +538,7 @@ def test_addition_to_torch_matters_where_it_is_called(kind, monkeypatch):
     assert of(kind()) != before
 
 
-def numbered(load, result, base="Base", made=""):
+def numbered(load, result, base="Base", made="", attribute="layer_id"):
     """Return two blocks that differ in a number only."""
     module = load(
         ("import functools", "import functools\nfrom operator import attrgetter"),
@@ -546,7 +546,7 @@ def numbered(load, result, base="Base", made=""):
         ("class Block(Base):", f"class Block({base}):"),
         ("def __init__(self, width=4):", "def __init__(self, number, width=4):"),
         ("super().__init__()", f"super().__init__({made})"),
-        ("self.eps = 1e-6", "self.layer_id = number"),
+        ("self.eps = 1e-6", f"self.{attribute} = number"),
         ("self.norm(widen(self.linear(x)))", "widen(self.linear(x))"),
         ('return x * SCALE * LIMITS["high"]', f"return {result}"),
     )
@@ -570,10 +570,18 @@ def test_a_number_that_no_code_reads_is_no_difference(load):
         "x * sum(v for v in vars(self).values() if type(v) is int)",
         "x * attrgetter(chr(108) + 'ayer_id')(self)",
         "x * int('{0.layer_id}'.format(self))",
+        "x * next(map(getattr, [self], [chr(108) + 'ayer_id']))",
+        "x * functools.partial(getattr, self)(chr(108) + 'ayer_id')",
+        "x * object.__getattribute__(self, chr(108) + 'ayer_id')",
     ],
 )
 def test_a_number_that_code_may_read_is_a_difference(load, result):
     one, other = numbered(load, result)
+    assert of(one) != of(other)
+
+
+def test_a_private_number_that_code_reads_is_a_difference(load):
+    one, other = numbered(load, "x * self.__id", attribute="__id")
     assert of(one) != of(other)
 
 
