@@ -129,11 +129,14 @@ def started(options: argparse.Namespace, *flags: str) -> Iterator[ComfyServer]:
     """Start a server with these flags and the nodes of the benchmarks."""
     nodes = options.home / "custom_nodes" / "bench"
     shutil.copytree(ROOT / "benchmarks" / "server_nodes", nodes, dirs_exist_ok=True)
-    arguments = (*flags, "--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch")
-    if (front := options.home / "front").exists():
-        arguments += ("--front-end-root", str(front))
-    with ComfyServer(str(options.comfyui), options.home, arguments) as server:
+    with ComfyServer(str(options.comfyui), options.home, (*flags, *flags_of(options.home))) as server:
         yield server
+
+
+def flags_of(home: Path) -> list[str]:
+    """Return what each ComfyUI is started with. The folder may have a frontend, for where none is installed."""
+    front = ["--front-end-root", str(home / "front")] if (home / "front").exists() else []
+    return ["--disable-api-nodes", "--preview-method", "none", "--disable-auto-launch", *front]
 
 
 def tell(options: argparse.Namespace, row: dict[str, Any]) -> None:

@@ -15,6 +15,12 @@ import torch
 from ..identity.graph_spec import Executable, GraphSpec
 from ..tracing.export import ExportedRegion
 
+GiveWay = Callable[[], None]
+
+
+def at_once() -> None:
+    """Give way to nobody."""
+
 
 class Backend(Protocol):
     """A compiler for exported regions."""
@@ -46,8 +52,11 @@ class Backend(Protocol):
         """
         ...
 
-    def warm_up(self) -> None:
-        """Import what the first compile or load of a process needs, which takes seconds. Runs on any thread."""
+    def warm_up(self, give_way: GiveWay = at_once) -> None:
+        """Import what the first compile or load of a process needs, which takes seconds. Runs on any thread.
+
+        It calls `give_way` between pieces of work, and goes on when that returns.
+        """
         ...
 
     def compile(self, exported: ExportedRegion) -> Executable:

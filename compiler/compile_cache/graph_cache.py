@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..backends.base import Backend
+from ..backends.base import Backend, GiveWay, at_once
 from ..common import bounded_json
 from ..common.counters import Counters
 from ..common.errors import one_line, printable
@@ -290,10 +290,21 @@ class GraphCache:
                     found.append(self.store.read_graph(entry.name))
         return found
 
-    def preload(self, recent: Iterable[StoredGraph], backend: Backend, device: torch.device, host: Host) -> None:
-        """Load graphs before anybody asks for them. One that cannot be loaded is left to whoever asks."""
+    def preload(
+        self,
+        recent: Iterable[StoredGraph],
+        backend: Backend,
+        device: torch.device,
+        host: Host,
+        give_way: GiveWay = at_once,
+    ) -> None:
+        """Load graphs before anybody asks for them. One that cannot be loaded is left to whoever asks.
+
+        It calls `give_way` before each graph.
+        """
         fields = environment(backend, device, host)
         for stored in recent:
+            give_way()
             if stored.backend == backend.name and stored.environment == fields:
                 with suppress(Exception):  # torch can raise anything for bytes that it cannot load
                     job = partial(self._preload, stored, backend, device)

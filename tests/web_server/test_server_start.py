@@ -38,6 +38,43 @@ def test_a_server_that_runs_already_is_left_alone(server_start, monkeypatch):
         server_start.register()
 
 
+def test_the_warm_up_gives_way_to_prompts(server_start, monkeypatch):
+    from compiled_graphs.compiler.hosts.comfy import process
+
+    done, left = [], iter([2, 1, 0, 1, 0, 0])
+    queue = SimpleNamespace(get_tasks_remaining=lambda: done.append(next(left)) or done[-1])
+    monkeypatch.setattr(server_start, "prompt_server", lambda: SimpleNamespace(prompt_queue=queue))
+    monkeypatch.setattr(server_start, "PAUSE", 0)
+    monkeypatch.setattr(process, "prepare_workers", lambda: done.append("workers"))
+
+    def warm_up_as_before(give_way):
+        for part in ("imports", "graphs"):
+            give_way()
+            done.append(part)
+        return True
+
+    monkeypatch.setattr(process, "warm_up_as_before", warm_up_as_before)
+    server_start._warm_up()
+    assert done == [2, 1, 0, "imports", 1, 0, "graphs", 0, "workers"]
+
+
+def test_workers_are_prepared_at_once_where_nothing_was_compiled(server_start, monkeypatch):
+    from compiled_graphs.compiler.hosts.comfy import process
+
+    done = []
+    monkeypatch.setattr(server_start, "prompt_server", lambda: pytest.fail("nothing gives way"))
+    monkeypatch.setattr(process, "warm_up_as_before", lambda give_way: False)
+    monkeypatch.setattr(process, "prepare_workers", lambda: done.append("workers"))
+    server_start._warm_up()
+    assert done == ["workers"]
+
+
+@pytest.mark.parametrize("server", [None, SimpleNamespace(), SimpleNamespace(prompt_queue=SimpleNamespace())])
+def test_a_server_without_a_queue_does_not_delay_the_warm_up(server_start, monkeypatch, server):
+    monkeypatch.setattr(server_start, "prompt_server", lambda: server)
+    server_start._wait_for_prompts()
+
+
 async def _start(app):
     runner = web.AppRunner(app)
     await runner.setup()

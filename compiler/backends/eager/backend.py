@@ -14,6 +14,7 @@ import torch
 from ...common.torch_compat import pytree
 from ...identity.graph_spec import GraphSpec
 from ...tracing.export import ExportedRegion
+from ..base import GiveWay, at_once
 
 
 class EagerExecutable:
@@ -50,7 +51,7 @@ class EagerBackend:
     def environment(self, device: torch.device) -> dict[str, str]:
         return {"backend": self.name, "torch": torch.__version__, "device": device.type}
 
-    def warm_up(self) -> None:
+    def warm_up(self, give_way: GiveWay = at_once) -> None:
         pass
 
     def compile(self, exported: ExportedRegion) -> EagerExecutable:

@@ -30,14 +30,17 @@ from ...common.torch_compat import (
     get_cpp_compiler,
     missing,
     torch_key,
+    triton_key,
 )
 from ...common.words import say
 from ...identity.graph_spec import Executable, GraphSpec
 from ...tracing.export import ExportedRegion
+from ..base import GiveWay, at_once
 from .artifacts import AotiPackage, Artifact
 from .other_gpu import can_move
 
 OLDEST_TORCH = (2, 8)
+_hashing = threading.Lock()
 _LAUNCHES = threading.Lock()
 
 
@@ -104,10 +107,12 @@ class InductorBackend:
         capability = torch.backends.cpu.get_cpu_capability()
         return fields | {"device": f"cpu {capability}", "platform": sysconfig.get_platform()}
 
-    def warm_up(self) -> None:
-        for name in INDUCTOR_WARM_UP:
-            with suppress(MissingName):
-                name.get()
+    def warm_up(self, give_way: GiveWay = at_once) -> None:
+        with _hashed_beside():
+            for name in INDUCTOR_WARM_UP:
+                give_way()
+                with suppress(MissingName):
+                    name.get()
 
     def compile(self, exported: ExportedRegion) -> Executable:
         return _kind_for(torch.device(exported.spec.device)).compile(exported)
@@ -117,6 +122,28 @@ class InductorBackend:
         return _kind_for(device).load(data, device)
 
 
+@contextmanager
+def _hashed_beside() -> Iterator[None]:
+    """Have Triton and torch hash their own files meanwhile. Hashing leaves Python's lock to other threads."""
+    threads = [
+        threading.Thread(target=_hash_triton, daemon=True),
+        threading.Thread(target=_inductor_version, daemon=True),
+    ]
+    for name, thread in zip((triton_key, torch_key), threads):
+        with suppress(MissingName):
+            name.get()  # here: of a package that two threads import at once, one may see half
+            thread.start()
+    yield
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _hash_triton() -> None:
+    with suppress(Exception):  # whoever needs the hash meets the error, too
+        triton_key.get()()
+
+
 def _kind_for(device: torch.device) -> type[AotiPackage] | type[Artifact]:
     return AotiPackage if device.type == "cpu" else Artifact
 
@@ -124,7 +151,8 @@ def _kind_for(device: torch.device) -> type[AotiPackage] | type[Artifact]:
 def _inductor_version() -> str:
     """Return a version that changes whenever Inductor's code does."""
     try:
-        return torch_key.get()().hex()[:16]
+        with _hashing:  # whoever comes second finds the hash, instead of hashing the same files again
+            return torch_key.get()().hex()[:16]
     except MissingName:
         return str(torch.version.git_version)
 

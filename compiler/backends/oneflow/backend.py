@@ -24,6 +24,7 @@ from ...common import boot
 from ...common.words import join, say
 from ...identity.graph_spec import GraphSpec
 from ...tracing.export import ExportedRegion
+from ..base import GiveWay, at_once
 from .instances import Instances, memory_limit, pack
 from .program import portable
 from .worker_process import PACKAGE, WorkerProcess
@@ -150,7 +151,7 @@ class OneFlowBackend:
             "device": named,
         }
 
-    def warm_up(self) -> None:
+    def warm_up(self, give_way: GiveWay = at_once) -> None:
         torch.export.default_decompositions()
 
     def compile(self, exported: ExportedRegion) -> OneFlowExecutable:

@@ -274,17 +274,22 @@ FOR_CPUS = (aoti_compile_and_package, aoti_load_package)
 # What is asked of Inductor before it compiles. Without `torch_key` a graph's key names torch's commit, and changes to
 # an installed torch go unnoticed; without the others an unusable compiler or folder shows at the first graph.
 torch_key = Later("torch._inductor.codecache:torch_key")
+triton_key = Later("torch._inductor.runtime.triton_compat:triton_key")
 get_cpp_compiler = Later("torch._inductor.cpp_builder:get_cpp_compiler")
 InvalidCxxCompiler = Later("torch._inductor.exc:InvalidCxxCompiler")
 cache_dir = Later("torch._inductor.runtime.cache_dir_utils:cache_dir")
 
-# What a process's first compile would wait for. Without one of these it waits.
+# What a process's first compile or load would wait for. Without one of these it waits. Later modules import earlier ones,
+# so that no single import takes long.
 INDUCTOR_WARM_UP = (
+    Later("torch.fx.experimental.symbolic_shapes:"),
+    Later("torch._dynamo:"),
+    Later("torch._functorch.aot_autograd:"),
+    Later("torch._inductor.lowering:"),
     Later("torch._inductor.compile_fx:"),
     Later("torch._inductor.select_algorithm:"),
     Later("torch._inductor.async_compile:"),
     Later("torch._inductor.standalone_compile:"),
-    Later("torch._inductor.codecache:torch_key()"),
     Later("torch._inductor.codecache:CacheBase.get_system()"),
 )
 

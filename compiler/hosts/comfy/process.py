@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...backends import choose_backend
-from ...backends.base import Backend
+from ...backends.base import Backend, GiveWay, at_once
 from ...backends.cuda_warmup import load_libraries
 from ...compile_cache.graph_cache import GraphCache
 from ...compile_cache.worker_pool import Workers
@@ -68,17 +68,22 @@ def prepare_workers() -> None:
         workers.start_template(chosen.name, device)
 
 
-def warm_up_as_before() -> None:
-    """Warm up the backends of the graphs that were used last, and load these graphs. Takes seconds."""
+def warm_up_as_before(give_way: GiveWay) -> bool:
+    """Warm up the backends of the graphs that were used last, and load these graphs. Takes seconds.
+
+    It calls `give_way` between pieces of work. Return whether there are such graphs.
+    """
     cache, device = registry().cache, comfy_compat.torch_device()
     recent = cache.recent()
     for name in {graph.backend for graph in recent}:
+        backend = _warm_up(name, give_way)
         _WARMED.add(name)
-        if (backend := _warm_up(name)) is not None:
-            cache.preload(recent, backend, device, HOST)
+        if backend is not None:
+            cache.preload(recent, backend, device, HOST, give_way)
+    return bool(recent)
 
 
-def _warm_up(name: str) -> Backend | None:
+def _warm_up(name: str, give_way: GiveWay = at_once) -> Backend | None:
     """Return the backend with this name once it is warm; None if there is none here."""
     device = comfy_compat.torch_device()
     chosen, only_loads = choose_backend(name, device, only_loads=True)
@@ -88,6 +93,7 @@ def _warm_up(name: str) -> Backend | None:
     if workers is not None and workers.count > 1 and store is not None and not only_loads and not store.keys():
         workers.start(chosen.name, device)  # nothing was ever compiled here, so something will be now
     register_operators()
-    chosen.warm_up()
+    chosen.warm_up(give_way)
+    give_way()
     load_libraries(device)
     return chosen

@@ -5,6 +5,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +91,35 @@ sys.exit(len(set(sys.modules) - before))
     assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
 
 
+def test_the_warm_up_gives_way_before_each_import(monkeypatch):
+    order = []
+    names = [SimpleNamespace(get=partial(order.append, name)) for name in "ab"]
+    monkeypatch.setattr(backend, "INDUCTOR_WARM_UP", names)
+    BACKEND.warm_up(lambda: order.append("waited"))
+    assert order == ["waited", "a", "waited", "b"]
+
+
+def test_torch_is_hashed_once_although_two_threads_ask(monkeypatch):
+    asked = []
+    both = threading.Barrier(2, timeout=30)
+
+    @cache
+    def torch_key():
+        asked.append(threading.current_thread())
+        time.sleep(0.05)
+        return b"key"
+
+    def version():
+        both.wait()
+        return backend._inductor_version()
+
+    monkeypatch.setattr(backend, "torch_key", SimpleNamespace(get=lambda: torch_key))
+    with ThreadPoolExecutor(2) as pool:
+        versions = [made.result() for made in [pool.submit(version) for _ in range(2)]]
+    assert versions[0] == versions[1]
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
 def test_an_unsupported_device_names_those_supported(name):
     assert BACKEND.available(torch.device(name)) == f"Inductor graphs run on cuda and cpu devices, not on {name}."
@@ -147,7 +180,7 @@ def test_torchs_commit_replaces_a_missing_digest(take_away):
     assert BACKEND.environment(CPU) == before | {"inductor": torch.version.git_version}
 
 
-@pytest.mark.parametrize("name", [*torch_compat.INDUCTOR_WARM_UP, torch_compat.torch_key])
+@pytest.mark.parametrize("name", [*torch_compat.INDUCTOR_WARM_UP, torch_compat.torch_key, torch_compat.triton_key])
 def test_warming_up_skips_what_torch_lacks(take_away, name):
     take_away(name.path)
     BACKEND.warm_up()
