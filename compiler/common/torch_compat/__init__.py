@@ -279,10 +279,9 @@ get_cpp_compiler = Later("torch._inductor.cpp_builder:get_cpp_compiler")
 InvalidCxxCompiler = Later("torch._inductor.exc:InvalidCxxCompiler")
 cache_dir = Later("torch._inductor.runtime.cache_dir_utils:cache_dir")
 
-# What a process's first compile or load would wait for. Without one of these it waits. Later modules import earlier ones,
+# What a process's first compile or load would wait for. Without one of these it waits. Later ones import earlier ones,
 # so that no single import takes long.
 INDUCTOR_WARM_UP = (
-    Later("torch.fx.experimental.symbolic_shapes:"),
     Later("torch._dynamo:"),
     Later("torch._functorch.aot_autograd:"),
     Later("torch._inductor.lowering:"),

@@ -41,6 +41,10 @@ FORMATS = ("float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "int8_tensorwise", 
 NATIVE_ON_CPU = ("float8_e4m3fn", "float8_e5m2")
 """Formats that a CPU can multiply as they are, though ComfyUI has it dequantise them."""
 
+DEVICE = comfy.model_management.get_torch_device()
+BOUND, INDUCTOR_BOUND = (3e-2, 5e-2) if DEVICE.type == "cuda" else (1e-5, 1e-2)
+"""On a GPU the activations are bfloat16, and a few rounded otherwise change two steps of random weights by 1%."""
+
 
 @pytest.fixture
 def native(monkeypatch):
@@ -52,6 +56,14 @@ def compiled(model, backend="eager", **options):
     ours, text = host.compile_model(model, host.Request(backend, verify=False, **options))
     assert ours is not model, text
     return ours
+
+
+def plainly_sampled(model, **size):
+    """Sample without graphs. Skip what this ComfyUI itself cannot run on this GPU."""
+    try:
+        return sampled(model, **size)
+    except ValueError as error:  # no GPU multiplies two matrices in float8_e5m2
+        pytest.skip(f"ComfyUI cannot run it here: {error}")
 
 
 SIZES = ({}, {"height": 24, "width": 32}, {"height": 8, "width": 40, "tokens": 33})
@@ -90,12 +102,12 @@ def test_a_quantised_model_is_compiled_for_every_size(name, flux, registry):
     model = flux(name)
     layer = model.model.diffusion_model.double_blocks[0].img_attn.qkv
     assert type(layer.weight) is quant_ops.QuantizedTensor
-    theirs = [sampled(model, **size) for size in SIZES]
+    theirs = [plainly_sampled(model, **size) for size in SIZES]
     ours = compiled(model)
     sampled(ours)
     before = totals.eager_calls.copy()
     with totals.expect(compiles=0, retired=0):
-        assert max(error(sampled(ours, **size), each) for size, each in zip(SIZES, theirs, strict=True)) < 1e-5
+        assert max(error(sampled(ours, **size), each) for size, each in zip(SIZES, theirs, strict=True)) < BOUND
     assert totals.eager_calls == before
     assert len(host.graphs_in_use(ours)) == 2
 
@@ -103,6 +115,7 @@ def test_a_quantised_model_is_compiled_for_every_size(name, flux, registry):
 @pytest.mark.parametrize("name", FORMATS)
 def test_loras_on_a_quantised_model_compile_nothing(name, flux, registry):
     model = flux(name)
+    plainly_sampled(model)
     ours = compiled(model)
     sampled(ours)
     before = totals.eager_calls.copy()
@@ -110,8 +123,8 @@ def test_loras_on_a_quantised_model_compile_nothing(name, flux, registry):
         for strength in (1.0, 0.5):
             theirs = sampled(adapted(low_rank)(model, strength))
             assert error(theirs, sampled(model)) > 0.1
-            assert error(sampled(adapted(low_rank)(ours, strength)), theirs) < 1e-5
-        assert error(sampled(ours), sampled(model)) < 1e-5
+            assert error(sampled(adapted(low_rank)(ours, strength)), theirs) < BOUND
+        assert error(sampled(ours), sampled(model)) < BOUND
     assert totals.eager_calls == before
 
 
@@ -122,7 +135,7 @@ def test_one_graph_serves_other_checkpoints_of_a_layout(flux, flux_state, regist
     with torch.inference_mode():
         model = comfy.sd.load_diffusion_model_state_dict(quantized(other, "float8_e4m3fn"))
     with totals.expect(compiles=0, retired=0):
-        assert error(sampled(compiled(model)), sampled(model)) < 1e-5
+        assert error(sampled(compiled(model)), sampled(model)) < BOUND
 
 
 def test_formats_and_mixtures_are_kinds_of_their_own(native, flux, registry):
@@ -134,7 +147,7 @@ def test_formats_and_mixtures_are_kinds_of_their_own(native, flux, registry):
     blocks = [model.model.diffusion_model.double_blocks[0] for model in models]
     assert len({fingerprint(block, HOST) for block in blocks}) == len(models)
     model = models[3]
-    assert error(sampled(compiled(model)), sampled(model)) < 1e-5
+    assert error(sampled(compiled(model)), sampled(model)) < BOUND
 
 
 def test_weights_changed_at_the_call_are_dequantised_by_the_host(flux, registry):
@@ -144,7 +157,7 @@ def test_weights_changed_at_the_call_are_dequantised_by_the_host(flux, registry)
     layer = model.model.diffusion_model.double_blocks[0].img_attn.qkv
     layer.weight_function = [lambda weight: weight * 2]
     before = totals.eager_calls.copy()
-    assert error(sampled(ours), sampled(model)) < 1e-5
+    assert error(sampled(ours), sampled(model)) < BOUND
     eager = totals.eager_calls - before
     assert {reason.code for reason in eager} == {ReasonCode.WEIGHT_FUNCTION}
     assert sum(eager.values()) == 2  # one block of four, in two steps
@@ -155,7 +168,7 @@ def test_a_node_that_sets_the_dtype_has_the_host_dequantise(native, flux, regist
     model.set_model_compute_dtype(torch.float32)
     ours = compiled(model)
     before = totals.eager_calls.copy()
-    assert error(sampled(ours), sampled(model)) < 1e-5
+    assert error(sampled(ours), sampled(model)) < BOUND
     assert Reason(ReasonCode.WEIGHT_FUNCTION, "comfy_force_cast_weights") in totals.eager_calls - before
 
 
@@ -164,7 +177,7 @@ def test_where_layers_dequantise_in_any_case_a_node_that_sets_the_dtype_changes_
     model.set_model_compute_dtype(torch.float32)
     ours = compiled(model)
     before = totals.eager_calls.copy()
-    assert error(sampled(ours), sampled(model)) < 1e-5
+    assert error(sampled(ours), sampled(model)) < BOUND
     assert model.model.diffusion_model.double_blocks[0].img_attn.qkv.comfy_force_cast_weights
     assert totals.eager_calls == before
 
@@ -192,7 +205,7 @@ def test_an_unknown_layout_is_named(flux, registry, monkeypatch):
     monkeypatch.delitem(quantized_weights.FIELDS, "TensorCoreFP8E4M3Layout")
     ours, text = host.compile_model(model, host.Request("eager", verify=False))
     assert "quantised weights in the layout TensorCoreFP8E4M3Layout, which is not known" in text
-    assert error(sampled(ours), sampled(model)) < 1e-5
+    assert error(sampled(ours), sampled(model)) < BOUND
 
 
 def test_parameters_of_another_version_are_named(flux, monkeypatch):
@@ -225,7 +238,7 @@ def test_a_worker_compiles_a_quantised_model(native, flux, monkeypatch):
         host.finish(ours)
         assert len(host.graphs_in_use(ours)) == 2
         before = totals.eager_calls.copy()
-        assert error(sampled(ours), sampled(model)) < 1e-5
+        assert error(sampled(ours), sampled(model)) < BOUND
         assert totals.eager_calls == before
     finally:
         workers.stop()
@@ -236,7 +249,7 @@ def test_inductor_gives_a_quantised_models_image(native, flux, registry):
     model = flux(lambda key: "float8_e4m3fn" if "img_" in key else "int8_tensorwise")
     ours = compiled(model, "inductor")
     before = totals.eager_calls.copy()
-    assert error(sampled(ours), sampled(model)) < 1e-2
+    assert error(sampled(ours), sampled(model)) < INDUCTOR_BOUND
     assert totals.eager_calls == before
 
 
@@ -275,7 +288,7 @@ def test_streamed_quantised_weights_are_compiled(name, share, native, flux, regi
     ours = compiled(stream(flux(name), vbar))
     lora = adapted(low_rank)(ours, 0.7)
     arrived = sampled(lora, steps=4)
-    assert error(arrived, sampled(with_pages_of(ours, flux(name)), steps=4)) < 1e-5
+    assert error(arrived, sampled(with_pages_of(ours, flux(name)), steps=4)) < BOUND
     assert strengths_in_pages(ours) == pytest.approx([0.7] * 12, abs=0.1)
     vbar.evict()
     vbar.limit = int(vbar.size * share)
@@ -284,13 +297,13 @@ def test_streamed_quantised_weights_are_compiled(name, share, native, flux, regi
     with totals.expect(compiles=0, retired=0):
         image = sampled(lora, steps=4)
         if not is_dequantised or share:
-            assert error(image, arrived) < 1e-5
+            assert error(image, arrived) < BOUND
             assert totals.eager_calls == before
         else:  # the layers themselves do not round such a weight again: the block is theirs
             assert {reason.code for reason in totals.eager_calls - before} == {ReasonCode.WEIGHT_FUNCTION}
         before = totals.eager_calls.copy()
-        assert error(sampled(ours), theirs[0]) < 1e-5
-    assert max(error(sampled(ours, **size), each) for size, each in zip(SIZES, theirs, strict=True)) < 1e-5
+        assert error(sampled(ours), theirs[0]) < BOUND
+    assert max(error(sampled(ours, **size), each) for size, each in zip(SIZES, theirs, strict=True)) < BOUND
     assert totals.eager_calls == before
     assert vbar.pinned == 0
 
@@ -384,7 +397,7 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "int8_tensorwise"])
 @pytest.mark.parametrize("block", [FusedInput, Table, Experts])
 def test_each_layer_of_comfyui_is_traced_for_every_size(block, name):
-    module, x = block(name), torch.randn(5, 64)
+    module, x = block(name).to(DEVICE), torch.randn(5, 64, device=DEVICE)
     signature, _ = read(bind(block, (x,), {}, HOST.context_arguments))
     sizes = (tuple(x.shape),), ((True, False),)
     request = GraphRequest("block", module, fingerprint(module, HOST), signature, x.device, (x.dtype,), *sizes)
@@ -392,5 +405,5 @@ def test_each_layer_of_comfyui_is_traced_for_every_size(block, name):
     weights = plain_tensors([group[own] for _, (group, own) in tensor_slots(module)], HOST.inner_tensors)
     with torch.no_grad():
         for size in (5, 9):
-            x = torch.randn(size, 64)
+            x = torch.randn(size, 64, device=DEVICE)
             assert torch.equal(program(weights, [x]), module(x))
