@@ -484,6 +484,7 @@ TABLE = (
                  extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}, ahead=False),
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
     Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH),
+    Architecture("LTX-2, video alone", "LTXAV", LTX_2, video(128), text=2 * WIDTH, ahead=False),
     Architecture("LTX-2.3", "LTXAV", LTX_23, with_sound(video(128), 8, LENGTH, 16), text=192),
     Architecture("LTX-2, image to video", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH,
                  mask=after_first_frame, batches=False, ahead=False),
