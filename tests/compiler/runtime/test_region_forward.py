@@ -573,6 +573,26 @@ def test_a_call_with_an_empty_input_has_a_graph_of_its_own(first, registry):
     assert compiled.counters.eager_calls == {}
 
 
+class Louder(PairBlock):
+    """Writes to a sound, which may be empty."""
+
+    def forward(self, video, sound, noise):
+        sound.add_(noise)
+        return self.query(video)
+
+
+def test_empty_inputs_do_not_share_memory(registry):
+    def silence(at):
+        return torch.ones(at.batch, 0, WIDTH)
+
+    network = Stack(Louder)
+    reference, compiled = pair(network, registry, probe=call_with(sound=silence, noise=silence))
+    x, nothing = tokens(), [torch.ones(2, 0, WIDTH) for _ in range(2)]
+    same(network(x, *nothing), reference(x, *nothing))
+    assert compiled.counters.compiles == 1
+    assert compiled.counters.eager_calls == {}
+
+
 def test_a_number_that_changes_at_every_call_compiles_a_bounded_number_of_times(registry):
     network = Stack(OptionsBlock)
     reference = copy.deepcopy(network)
