@@ -126,11 +126,22 @@ class GraphSpec:
             return False
 
     def has_fixed_sizes(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether a call with these input shapes has the sizes that tracing was asked to leave fixed."""
+        """Whether a call with these input shapes has the sizes that tracing was asked to leave fixed.
+
+        Tracing takes 0 for a constant, so no symbol is 0.
+        """
         return all(
-            is_symbol or size == hint
+            size > 0 if is_symbol else size == hint
             for spec, shape in zip(self.inputs, shapes, strict=True)
             for size, hint, is_symbol in zip(shape, spec.hints, spec.symbolic, strict=True)
+        )
+
+    def is_empty_as(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a call with these input shapes is empty where the example is, and only there."""
+        return all(
+            (size == 0) == (hint == 0)
+            for spec, shape in zip(self.inputs, shapes, strict=True)
+            for size, hint in zip(shape, spec.hints, strict=True)
         )
 
     def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:

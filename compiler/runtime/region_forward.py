@@ -391,8 +391,8 @@ def _left_otherwise(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any],
 def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:
     """A graph assumes that what it writes to is nobody else's input."""
     for i in mutated:
-        storage = inputs[i].untyped_storage().data_ptr()
-        if any(j != i and t.untyped_storage().data_ptr() == storage for j, t in enumerate(inputs)):
+        storage = inputs[i].untyped_storage().data_ptr()  # 0 for an empty tensor, which shares nothing
+        if storage and any(j != i and t.untyped_storage().data_ptr() == storage for j, t in enumerate(inputs)):
             raise Unsupported(ReasonCode.ALIASED_INPUT)
 
 

@@ -66,14 +66,15 @@ class GraphRequest:
     def at(
         cls, shapes: Sequence[Sequence[int]], identity: GraphIdentity, region: Region, device: torch.device
     ) -> GraphRequest | None:
-        """Return the request for a graph like another one that is traced at these shapes; None if one is empty.
+        """Return the request for a graph like another one that is traced at these shapes; None if another is empty.
 
         A block that keeps frames is called with chunks of several lengths. A graph for another length serves all sizes,
         so its symbols keep their examples.
         """
-        if any(0 in shape for shape in shapes):
+        has_fixed_sizes = identity.spec.has_fixed_sizes(shapes)
+        if any(0 in shape for shape in shapes) and not has_fixed_sizes:
             return None
-        if identity.spec.frames and not identity.spec.has_fixed_sizes(shapes):
+        if identity.spec.frames and not has_fixed_sizes:
             shapes = [
                 [hint if is_symbol else size for size, hint, is_symbol in zip(shape, i.hints, i.symbolic, strict=True)]
                 for shape, i in zip(shapes, identity.spec.inputs, strict=True)
@@ -119,7 +120,7 @@ class GraphRequest:
         sizes = [pair for hints, symbolic in inputs for pair in zip(hints, symbolic, strict=True)]
         if not all(type(size) is int and type(is_symbol) is bool for size, is_symbol in sizes):
             raise ValueError("the example sizes are not numbers")
-        if not all(is_symbol < size < MAX_HINT for size, is_symbol in sizes):  # a symbol is at least 2
+        if not all(2 * is_symbol <= size < MAX_HINT for size, is_symbol in sizes):  # a symbol is at least 2
             raise ValueError("no tensor has these example sizes")
         return cls(
             region=region,

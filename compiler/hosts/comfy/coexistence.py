@@ -75,6 +75,8 @@ def set_torch_compile_aside(clone: Any) -> bool:
 def free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
     """Return the regions whose `forward` nobody else replaces, and how many somebody does."""
     regions = [region for region in find_regions(network) if region.path and is_reached(region, methods)]
+    before = _parts_before_sampling(clone.model, network)
+    regions = [region for region in regions if region.path.partition(".")[0] not in before]
     free = [r for r in regions if foreign_forward(clone, r.module, f"{prefix}{r.path}.forward", "forward") is None]
     return free, len(regions) - len(free)
 
@@ -89,6 +91,23 @@ def is_reached(region: Region, methods: Iterable[str]) -> bool:
         return not is_of_other_sense(region.path)
     unwanted = {"decode", "encode"} - set(methods)
     return len(unwanted) != 1 or f"{unwanted.pop()}r" not in region.path
+
+
+def _parts_before_sampling(model: Any, network: nn.Module) -> frozenset[str]:
+    """Return names among which are the parts of a network that prepare a text, once for each sampling.
+
+    Their blocks (in LTX-2, Anima and MiniMax H3) run outside of the network's `forward`, and too rarely to be worth a
+    compile.
+    """
+    if comfy_compat.TEXT_METHOD not in _names_in(type(model), comfy_compat.CONDITIONS):
+        return frozenset()
+    return _names_in(type(network), comfy_compat.TEXT_METHOD)
+
+
+def _names_in(cls: type, method: str) -> frozenset[str]:
+    """Return the names of attributes and globals that a method's code mentions; none if there is no such code."""
+    code = getattr(getattr(cls, method, None), "__code__", None)
+    return frozenset(code.co_names if code else ())
 
 
 def foreign_forward(clone: Any, module: nn.Module, name: str, method: str) -> Callable | None:

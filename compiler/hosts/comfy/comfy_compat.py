@@ -111,6 +111,11 @@ ATTENTION_MODULE = "comfy.ldm.modules.attention"
 """Where ComfyUI's attention functions stand, which share one calling convention."""
 OPTION_KEYS = (PATCHES, REPLACEMENTS, BLOCK, WRAPPERS, STEP, STEPS, ATTENTION_OVERRIDE)
 
+CONDITIONS = "extra_conds"
+"""Method by which a model makes a network's inputs of a prompt, once for each sampling."""
+TEXT_METHOD = "preprocess_text_embeds"
+"""Method of a network that `CONDITIONS` calls, in some models."""
+
 NETWORK_WRAPPERS = "diffusion_model"
 """Key of a network's wrappers in `transformer_options["wrappers"]`."""
 

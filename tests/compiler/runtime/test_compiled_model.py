@@ -414,6 +414,18 @@ def test_what_a_running_call_wants_is_noted_for_the_next_process(probe, tmp_path
         assert again.counters.eager_calls == {}
 
 
+def test_a_call_with_an_empty_input_is_noted_for_the_next_process(tmp_path):
+    silent = call_with(mask=lambda at: torch.ones(at.batch, 0, 1))
+    for ahead, later in (((1, 0), 2), ((0, 2), 0)):
+        network = Masked()
+        compiled = install(network, Registry(GraphCache(FolderStore(tmp_path))), current_call=lambda: silent)
+        compiled.prepare(call_with(mask=lambda at: torch.ones(at.batch, at.tokens, 1)), name="forward")
+        assert (compiled.counters.compiles, compiled.counters.from_disk) == ahead
+        network(*network.inputs(sizes()), torch.ones(2, 0, 1))
+        assert compiled.counters.compiles == later
+        assert compiled.counters.eager_calls == {}
+
+
 def test_a_note_of_running_calls_is_bounded(tmp_path):
     network = Masked()
     registry = Registry(GraphCache(FolderStore(tmp_path)))
@@ -451,7 +463,7 @@ class MaskedBlock(nn.Module):
 
     def forward(self, x, mask, power):
         x = self.linear(x) * power
-        return x if mask is None else x * mask
+        return x if mask is None or not mask.numel() else x * mask
 
 
 def test_graphs_that_were_used_last_are_loaded_before_anybody_asks(tmp_path):

@@ -549,6 +549,50 @@ def test_an_empty_input_runs_eagerly(registry):
     assert reasons(compiled) == ["sizes outside of what the graph was traced for"]
 
 
+class Accompanied(PairBlock):
+    """Adds a sound to a video, if there is one. Its code takes another branch for long videos."""
+
+    def forward(self, video, sound):
+        video = self.query(video.flip(1) if video.shape[1] > 1000 else video)
+        return video + sound.mean(1, keepdim=True) if sound.numel() else video
+
+
+@pytest.mark.parametrize("first", [0, 5], ids=["silent first", "sound first"])
+def test_a_call_with_an_empty_input_has_a_graph_of_its_own(first, registry):
+    def with_sound(length):
+        return call_with(sound=lambda at: torch.ones(at.batch, length and at.height, WIDTH))
+
+    network, running = Stack(Accompanied), [with_sound(first)]
+    reference, compiled = pair(network, registry, probe=with_sound(first), current_call=lambda: running[-1])
+    calls = (7, first, 1), (9, 5 - first, 2), (11, 6, 2), (5, 0, 2), (1001, 0, 3), (1002, 0, 3), (1001, 6, 4)
+    for count, length, compiles in calls:
+        x, sound = tokens(count=count), torch.randn(2, length, WIDTH)
+        running.append(with_sound(length))
+        same(network(x, sound=sound), reference(x, sound=sound))
+        assert compiled.counters.compiles == compiles
+    assert compiled.counters.eager_calls == {}
+
+
+class Louder(PairBlock):
+    """Writes to a sound, which may be empty."""
+
+    def forward(self, video, sound, noise):
+        sound.add_(noise)
+        return self.query(video)
+
+
+def test_empty_inputs_do_not_share_memory(registry):
+    def silence(at):
+        return torch.ones(at.batch, 0, WIDTH)
+
+    network = Stack(Louder)
+    reference, compiled = pair(network, registry, probe=call_with(sound=silence, noise=silence))
+    x, nothing = tokens(), [torch.ones(2, 0, WIDTH) for _ in range(2)]
+    same(network(x, *nothing), reference(x, *nothing))
+    assert compiled.counters.compiles == 1
+    assert compiled.counters.eager_calls == {}
+
+
 def test_a_number_that_changes_at_every_call_compiles_a_bounded_number_of_times(registry):
     network = Stack(OptionsBlock)
     reference = copy.deepcopy(network)

@@ -123,6 +123,8 @@ class Architecture:
     """Whether all its graphs are made before the first step. Otherwise that step makes some."""
     sizes: bool = True
     """Whether new sizes compile nothing."""
+    idle: int = 0
+    """Kinds of block that this sampling does not call."""
     share: int = 100
     """Of the calls of blocks that run compiled, in percent."""
     reasons: tuple[ReasonCode, ...] = ()
@@ -476,7 +478,7 @@ TABLE = (
     Architecture("Wan 2.2 Animate", "WAN22_Animate", WAN | {"model_type": "animate", "in_dim": 36, "num_layers": 6},
                  video(16), extra={
                      "clip_vision_output": SEEN,
-                     "pose_video_latent": lambda at: random(1, 16, at.frames - 1, at.height, at.width)}),
+                     "pose_video_latent": lambda at: random(1, 16, at.frames - 1, at.height, at.width)}, idle=5),
     Architecture("Wan 2.2 S2V", "WAN22_S2V",
                  WAN | {"model_type": "s2v", "audio_dim": WIDTH, "audio_inject_layers": [0]}, video(16),
                  extra={"audio_embed": lambda at: random(1, 25, WIDTH, at.frames * 4)}),
@@ -484,6 +486,7 @@ TABLE = (
                  extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}, ahead=False),
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
     Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH),
+    Architecture("LTX-2, video alone", "LTXAV", LTX_2, video(128), text=2 * WIDTH, ahead=False),
     Architecture("LTX-2.3", "LTXAV", LTX_23, with_sound(video(128), 8, LENGTH, 16), text=192),
     Architecture("LTX-2, image to video", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH,
                  mask=after_first_frame, batches=False, ahead=False),
@@ -546,7 +549,7 @@ TABLE = (
         why="its pixel blocks read the network that they are in"),
     Architecture("TripoSplat", "TripoSplat", TRIPO, sequence(16, 5), ahead=False),
     Architecture("ACE-Step", "ACEStep", ACE, lambda at: torch.zeros(at.batch, 8, 16, at.width * 4),
-                 extra={"conditioning_lyrics": lambda at: torch.arange(at.tokens).unsqueeze(0)}),
+                 extra={"conditioning_lyrics": lambda at: torch.arange(at.tokens).unsqueeze(0)}, idle=1),
     Architecture("ACE-Step 1.5", "ACEStep15", ACE15, sound(64, 10),
                  extra={"conditioning_lyrics": lambda at: random(1, at.tokens, WIDTH)}),
     Architecture("HiDream", "HiDream", HIDREAM, image(16), pooled=WIDTH,

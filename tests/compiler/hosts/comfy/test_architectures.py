@@ -38,11 +38,12 @@ def test_architecture(architecture, registry, plain_process):
     first, *others = sizes = (FIRST, OTHER, BATCH) if architecture.batches else (FIRST, OTHER)
     expected = dict(zip(sizes, plain_process.sample(architecture.name, sizes), strict=True))
     ours, text = host.compile_model(architecture.patcher(), host.Request("eager", verify=False))
-    counters = ours.object_patches["diffusion_model.forward"].compiled.counters
-    ahead = counters.compiles
+    compiled = ours.object_patches["diffusion_model.forward"].compiled
+    counters, ahead = compiled.counters, compiled.counters.compiles
     assert _error(architecture.sample(ours, first), expected[first]) < BOUND, text
     if hasattr(comfy.supported_models, NEWEST):  # an older ComfyUI may make other calls
         assert (0 < ahead == counters.compiles) == architecture.ahead
+        assert compiled.summary().waiting == architecture.idle or not architecture.share
     with nullcontext() if not architecture.sizes else totals.expect(compiles=0, retired=0):
         for at in others:
             assert _error(architecture.sample(ours, at), expected[at]) < BOUND
