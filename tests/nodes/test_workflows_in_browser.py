@@ -61,17 +61,6 @@ PROMPT = "async () => (await app.graphToPrompt()).output"
 
 
 @pytest.fixture(scope="module")
-def listing_server(start_server, tmp_path_factory):
-    """A server that has every file that the workflows name."""
-    if reason := comfy_browser.missing():
-        pytest.skip(reason)
-    home = tmp_path_factory.mktemp("workflows")
-    workflow_pictures.place_files(home)
-    with start_server(home) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def browser(listing_server):
     with comfy_browser.browse(listing_server.address) as page:
         if page is None:
@@ -288,6 +277,7 @@ def test_a_workflow_of_onediff_opens_with_its_values(browser, errors):
     assert browser.evaluate(FAULTS) == []
     prompt = browser.evaluate(PROMPT)
     inputs = {node["class_type"]: node["inputs"] for node in prompt.values()}
+    assert inputs["OneDiffTorchCompileBooster"]["dynamic"] == "auto"
     steps = {"cache_interval": 3, "cache_layer_id": 0, "cache_block_id": 1, "start_step": 0, "end_step": 1000}
     assert inputs["OneFlowDeepcacheBooster"] == steps
     assert inputs["ModuleDeepCacheSpeedup"] == {"model": ["8", 0], "static_mode": "enable", **steps}
