@@ -9,8 +9,10 @@ import urllib.request
 from urllib.parse import quote
 
 import comfy_browser
+import numpy
 import pytest
 import workflow_pictures
+from PIL import Image
 from workflow_pictures import WORKFLOWS
 
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
@@ -202,6 +204,16 @@ def test_comfyui_offers_templates_with_pictures(server):
             picture = answer.read()
         assert picture[:2] == b"\xff\xd8"
         assert len(picture) <= LARGEST_PICTURE
+
+
+@pytest.mark.parametrize("name", ["07 Short", f"07 {'A title of many words ' * 3}"])
+def test_a_thumbnail_has_its_texts_whole(tmp_path, name):
+    path = tmp_path / "thumbnail.png"
+    workflow_pictures.draw_thumbnail(name, [("A node with a title that is much longer than others", True)], path)
+    picture = numpy.asarray(Image.open(path).convert("L")).astype(int)
+    right = workflow_pictures.THUMBNAIL[0] - 32
+    assert picture[:, right:].max() < 128, "a text goes beyond the box"
+    assert picture[:, :right].max() > 128
 
 
 def test_the_readme_has_each_workflow():
