@@ -1,4 +1,5 @@
-// What the frontend gets wrong about our nodes' texts: the width of a title, and the language of what the server says.
+// What the frontend gets wrong about our nodes: the width of a title, the language of what the server says, and a choice
+// that an old workflow does not make.
 import { app } from "../../scripts/app.js";
 import { inLanguage } from "./words.js";
 
@@ -30,12 +31,25 @@ function translateTooltips({ input }) {
   }
 }
 
+const isOurs = (nodeData) => Boolean(nodeData?.python_module?.endsWith(FOLDER));
+
+// OneDiff's workflows have null where the first choice is meant now. Nodes 2.0 draws null red, and only frontends of 2026
+// replace it.
+function chooseForNull(node) {
+  const unset = (node.widgets ?? []).filter((widget) => widget.type === "combo" && widget.value === null);
+  for (const widget of unset) widget.value = widget.options.values[0];
+}
+
 app.registerExtension({
   name: "compiled_graphs.node_types",
 
   beforeRegisterNodeDef(nodeType, nodeData) {
-    if (!nodeData.python_module?.endsWith(FOLDER)) return;
+    if (!isOurs(nodeData)) return;
     keepTitleWhole(nodeType);
     translateTooltips(nodeData);
+  },
+
+  loadedGraphNode(node) {
+    if (isOurs(node.constructor.nodeData)) chooseForNull(node);
   },
 });
