@@ -8,6 +8,7 @@ import torch
 
 from ..compiler.backends import BACKENDS, NAMES
 from ..compiler.backends.oneflow import onediff_text
+from ..compiler.common.words import join, say, translations
 
 HIDDEN = {"unique_id": "UNIQUE_ID", "prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"}
 
@@ -61,19 +62,24 @@ ANY = _Any("*")
 
 
 def backend() -> tuple[list[str], dict[str, Any]]:
-    """Return the choice of backends. The tooltip says what each is, and why some cannot run here."""
+    """Return the choice of backends. The tooltip says what each is, and why some cannot run here.
+
+    It depends on the machine, so its translations go with it and `web/node_types.js` shows them.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [
-        "auto: inductor. inductor_fp8: large linear layers multiply in float8, faster for Flux and less exact. "
-        "oneflow: for NVIDIA GPUs of the Ampere generation and older. eager: the traced blocks without a "
-        "compiler, to see whether tracing or compiling is at fault."
+        say(
+            "auto: inductor. inductor_fp8: large linear layers multiply in float8, faster for Flux and less exact. "
+            "oneflow: for NVIDIA GPUs of the Ampere generation and older. eager: the traced blocks without a "
+            "compiler, to see whether tracing or compiling is at fault."
+        )
     ]
     reasons = {name: backend.available(device) for name, backend in BACKENDS.items()}
-    lines += [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    lines += [say("{name}: {text}", name=name, text=reason) for name, reason in reasons.items() if reason]
     if reasons["oneflow"] is None and (text := onediff_text()):
         lines.append(text)
-    tooltip = "\n".join(lines)
-    return NAMES, {"default": NAMES[0], "tooltip": tooltip}
+    tooltip = join(lines)
+    return NAMES, {"default": NAMES[0], "tooltip": str(tooltip), "translations": translations(tooltip)}
 
 
 def check_backend(name: str) -> bool | str:

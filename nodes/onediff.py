@@ -360,7 +360,7 @@ class OneDiffTorchCompileBooster(_Booster):
     INPUTS = {
         "required": {
             "fullgraph": ignored([False, True]),
-            "dynamic": ignored([None, True, False]),
+            "dynamic": ignored(["auto", True, False]),  # OneDiff's None is drawn red; old workflows may have it
             "backend": ignored(["inductor"]),
             "mode": ignored(["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]),
             "disable": ignored([False, True]),

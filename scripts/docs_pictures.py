@@ -29,8 +29,8 @@ LIMIT = 900.0
 """Seconds for a prompt."""
 VALUES = {"width": 256, "height": 256, "steps": 6}
 PAGE = {"width": 1500, "height": 820}
-NODE = {"x": 60, "y": 50, "width": 965, "height": 490}
-PANEL = {"x": 0, "y": 0, "width": 960, "height": 820}
+NODE = {"x": 60, "y": 50, "width": 1037, "height": 490}
+PANEL = {"x": 0, "y": 0, "width": 1040, "height": 820}
 
 
 def main() -> int:

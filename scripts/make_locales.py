@@ -47,7 +47,7 @@ class Catalogue:
         return [text for text in self._texts if text not in self._asked]
 
 
-def content(translate: Translate, is_english: bool) -> dict[str, dict[str, Any]]:
+def content(translate: Translate) -> dict[str, dict[str, Any]]:
     """Return the content of each file of a language's folder, by name."""
     nodes, titles = _nodes()
     chosen = settings()
@@ -59,7 +59,7 @@ def content(translate: Translate, is_english: bool) -> dict[str, dict[str, Any]]
             "nodeCategories": {name: translate(name) for name in sorted(categories)},
             "dataTypes": {name: translate(name) for name in sorted(_own_types(nodes))},
         },
-        "nodeDefs.json": {name: _node(node, titles[name], translate, is_english) for name, node in nodes.items()},
+        "nodeDefs.json": {name: _node(node, titles[name], translate) for name, node in nodes.items()},
         "settings.json": {
             setting["id"].replace(".", "_"): {key: translate(setting[key]) for key in ("name", "tooltip")}
             for setting in chosen
@@ -112,7 +112,7 @@ _OWN_TEXTS = ("explanations.py",)
 """Files whose calls of `say` have notes of reasons, which are listed besides."""
 
 
-def _node(node: Any, title: str, translate: Translate, is_english: bool) -> dict[str, Any]:
+def _node(node: Any, title: str, translate: Translate) -> dict[str, Any]:
     groups = node.INPUT_TYPES()
     inputs = {name: spec for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
     names = getattr(node, "RETURN_NAMES", node.RETURN_TYPES)
@@ -122,22 +122,16 @@ def _node(node: Any, title: str, translate: Translate, is_english: bool) -> dict
     entry = {
         "display_name": translate(title),
         "description": translate(node.DESCRIPTION),
-        "inputs": {
-            name: {"name": translate(name)} | _tooltip(spec, translate, is_english) for name, spec in inputs.items()
-        },
+        "inputs": {name: {"name": translate(name)} | _tooltip(spec, translate) for name, spec in inputs.items()},
         "outputs": outputs,
     }
     return {key: value for key, value in entry.items() if value}
 
 
-def _tooltip(spec: tuple, translate: Translate, is_english: bool) -> dict[str, str]:
-    """The choice of backends goes on with what this very machine lacks: in English the server's own text is shown."""
-    from compiled_graphs.nodes.inputs import backend
-
-    text = spec[1]["tooltip"]
-    if spec != backend():
-        return {"tooltip": translate(text)}
-    return {} if is_english else {"tooltip": translate(text.splitlines()[0])}
+def _tooltip(spec: tuple, translate: Translate) -> dict[str, str]:
+    """A tooltip that names what this very machine lacks is not in the files: it comes with its own translations."""
+    options = spec[1]
+    return {} if "translations" in options else {"tooltip": translate(options["tooltip"])}
 
 
 def _nodes() -> tuple[dict[str, Any], dict[str, str]]:
@@ -163,12 +157,12 @@ def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=LOCALES)
     out = parser.parse_args().out
-    _write(out / ENGLISH, content(lambda text: text, is_english=True))
+    _write(out / ENGLISH, content(lambda text: text))
     wrong = False
     for language, catalogue in catalogues().items():
         for text in said():
             catalogue(text)
-        _write(out / language, content(catalogue, is_english=False))
+        _write(out / language, content(catalogue))
         for label, texts in (("is missing", catalogue.missing()), ("is used no more", catalogue.gone())):
             for text in texts:
                 wrong = True

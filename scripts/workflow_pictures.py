@@ -39,6 +39,8 @@ PLAIN = {
     "Comfy.Minimap.Visible": False,
     "Comfy.Workflow.WorkflowTabsPosition": "Sidebar",
 }
+MENU_BUTTON = ".comfy-menu-hamburger, .no-drag.fixed"
+"""What stays in a corner of the graph without the menu, in frontends of 2025 and of 2026."""
 WIDTH, HEIGHT, MARGIN = 1500, 950, 24
 """Largest size of a picture and its border, in pixels."""
 QUALITY = 80
@@ -64,7 +66,7 @@ def main() -> int:
             if page is None:
                 sys.exit(f"error: the frontend of {options.comfyui} is older than 2025")
             page.evaluate("app.extensionManager.command.execute('Workspace.ToggleFocusMode')")
-            page.add_style_tag(content=".comfy-menu-hamburger { display: none !important; }")
+            page.add_style_tag(content=f"{MENU_BUTTON} {{ display: none !important; }}")
             for name in options.names:
                 workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
                 open_workflow(page, workflow)
@@ -92,17 +94,22 @@ def draw_thumbnail(name: str, nodes: list[tuple[str, bool]], path: Path) -> None
     image = Image.new("RGB", THUMBNAIL, BACKGROUND)
     draw = ImageDraw.Draw(image)
     title = name.partition(" ")[2]
-    size = 56
-    while draw.textlength(title, ImageFont.load_default(size)) > width - 64:
-        size -= 2
-    draw.text((32, 62), title, TEXT, ImageFont.load_default(size), anchor="lm")
+    draw.text((32, 62), title, TEXT, fitting_font(draw, title, 56, width - 64), anchor="lm")
     step = (height - 130) / len(nodes)
     for number, (text, is_ours) in enumerate(nodes):
         top = 112 + number * step
         box = (32, top, width - 32, top + step - 14)
         draw.rounded_rectangle(box, 12, OURS if is_ours else OTHERS)
-        draw.text((56, (box[1] + box[3]) / 2), text, TEXT, ImageFont.load_default(min(34, step * 0.5)), anchor="lm")
+        font = fitting_font(draw, text, min(34, step * 0.5), width - 112)
+        draw.text((56, (box[1] + box[3]) / 2), text, TEXT, font, anchor="lm")
     image.save(path, quality=QUALITY)
+
+
+def fitting_font(draw: ImageDraw.ImageDraw, text: str, size: float, width: float) -> Any:
+    """Return the font of this size, or of the next smaller one that writes the text no wider than this."""
+    while draw.textlength(text, ImageFont.load_default(size)) > width:
+        size -= 2
+    return ImageFont.load_default(size)
 
 
 def api_name(name: str) -> str:

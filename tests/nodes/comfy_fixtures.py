@@ -19,7 +19,9 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import comfy_browser  # noqa: E402
 import tiny_models  # noqa: E402
+import workflow_pictures  # noqa: E402
 from comfy_server import ComfyServer  # noqa: E402
 
 
@@ -68,6 +70,19 @@ def start_server(home: Path) -> Callable[..., ComfyServer]:
 @pytest.fixture(scope="session")
 def server(start_server: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
     with start_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def listing_server(
+    start_server: Callable[..., ComfyServer], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ComfyServer]:
+    """A server for a browser, that has every file that the workflows name."""
+    if reason := comfy_browser.missing():
+        pytest.skip(reason)
+    home = tmp_path_factory.mktemp("workflows")
+    workflow_pictures.place_files(home)
+    with start_server(home) as server:
         yield server
 
 

@@ -12,7 +12,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from comfy_fixtures import fresh, home, make_home, pixels, server, start_server, workflow  # noqa: F401
+from comfy_fixtures import (  # noqa: F401
+    fresh,
+    home,
+    listing_server,
+    make_home,
+    pixels,
+    server,
+    start_server,
+    workflow,
+)
 
 
 @pytest.fixture(scope="session")

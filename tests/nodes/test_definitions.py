@@ -7,18 +7,19 @@ from pathlib import Path
 
 KEPT = Path(__file__).with_name("node_definitions.json")
 WORDS = ("OUTPUT_TOOLTIPS", "DESCRIPTION", "SEARCH_ALIASES")
+WORDS_OF_INPUTS = ("tooltip", "translations")
 
 
 def without_words(definition):
     """Return a definition without its texts, which may be reworded or may name what a machine lacks."""
-    inputs = {group: [_without_tooltip(field) for field in fields] for group, fields in definition["inputs"].items()}
+    inputs = {group: [_without_its_words(field) for field in fields] for group, fields in definition["inputs"].items()}
     return {name: value for name, value in definition.items() if name not in WORDS} | {"inputs": inputs}
 
 
-def _without_tooltip(field):
+def _without_its_words(field):
     name, kind = field
     if isinstance(kind, list) and len(kind) == 2:
-        kind = [kind[0], {key: value for key, value in kind[1].items() if key != "tooltip"}]
+        kind = [kind[0], {key: value for key, value in kind[1].items() if key not in WORDS_OF_INPUTS}]
     return [name, kind]
 
 

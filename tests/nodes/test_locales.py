@@ -48,7 +48,9 @@ def test_there_are_no_other_files(made):
 def test_the_chinese_is_chinese():
     nodes = json.loads((LOCALES / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
     sentences = [node["description"] for node in nodes.values()]
-    sentences += [item["tooltip"] for node in nodes.values() for item in node["inputs"].values()]
+    tooltips = [item.get("tooltip") for node in nodes.values() for item in node["inputs"].values()]
+    sentences += [text for text in tooltips if text]
+    assert len(sentences) > 100
     assert [text for text in sentences if not re.search("[\u4e00-\u9fff]", text)] == []
 
 
@@ -102,6 +104,18 @@ def test_every_input_has_a_name_and_a_tooltip(server):
             assert node["description"]
             if node.get("output_tooltips"):
                 assert [item["tooltip"] for item in texts[name].get("outputs", {}).values()]
+
+
+def test_what_this_machine_lacks_is_said_in_chinese_too(server):
+    optional = [
+        node["input"].get("optional", {}) for name, node in server.get("/object_info").items() if name[:3] == "CG_"
+    ]
+    choices = [inputs["backend"][1] for inputs in optional if "backend" in inputs]
+    assert len(choices) >= 5
+    for options in choices:
+        english, chinese = options["tooltip"].splitlines(), options["translations"]["zh"].splitlines()
+        assert len(chinese) == len(english)
+        assert [line for line in chinese if not re.search("[\u4e00-\u9fff]", line)] == []
 
 
 def test_a_server_hands_the_texts_out(server):

@@ -226,6 +226,21 @@ def test_any_value_of_a_switch_is_accepted(described_nodes):
     assert refused == []
 
 
+@pytest.mark.parametrize("dynamic", [None, "auto", True])
+def test_what_onediff_wrote_for_dynamic_runs(old_server, dynamic):
+    """OneDiff's first choice was None, which the frontend draws red: ours is "auto"."""
+    switches = {"fullgraph": False, "backend": "inductor", "mode": "default", "disable": False, "docs_link": ""}
+    nodes = (
+        ("CheckpointLoaderSimple", {"ckpt_name": "tiny_sd15.ckpt"}),
+        ("OneDiffTorchCompileBooster", {**switches, "dynamic": dynamic}),
+        ("OneDiffModelBooster", {"torchcompile_booster": ["2", 0]}),
+        ("ModelSpeedup", {"model": ["1", 0], "custom_booster": ["3", 0]}),
+        ("CompareModel", {"torch_model": ["1", 0], "oneflow_model": ["4", 0], "check": "enable"}),
+    )
+    prompt = {str(number): {"class_type": kind, "inputs": inputs} for number, (kind, inputs) in enumerate(nodes, 1)}
+    assert "Boosters have no effect" in old_server.run(prompt)["4"]["text"][0]
+
+
 def test_the_picture_is_the_difference(old_server, pixels):
     prompt = {node: part for node, part in read("comparisons").items() if node in "567"}
     for image in pixels(old_server, old_server.run(prompt)):

@@ -30,8 +30,8 @@ def common_form(kind, options=None):
     if kind == "COMBO":
         kind = options.pop("options")
     options = {key: value for key, value in options.items() if (key, value) not in NOT_SET}
-    if "backend" in options.get("tooltip", "") or "auto: inductor" in options.get("tooltip", ""):
-        options.pop("tooltip")  # says what this machine has
+    if "translations" in options:  # says what this machine has
+        del options["tooltip"], options["translations"]
     return kind, options
 
 

@@ -9,8 +9,10 @@ import urllib.request
 from urllib.parse import quote
 
 import comfy_browser
+import numpy
 import pytest
 import workflow_pictures
+from PIL import Image
 from workflow_pictures import WORKFLOWS
 
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
@@ -58,17 +60,6 @@ CUT = """() => [...document.querySelectorAll(".compiled-graphs-status")]
     .filter((box) => box.scrollHeight > box.clientHeight + 1).map((box) => box.textContent)"""
 NODES_2 = "Comfy.VueNodes.Enabled"
 PROMPT = "async () => (await app.graphToPrompt()).output"
-
-
-@pytest.fixture(scope="module")
-def listing_server(start_server, tmp_path_factory):
-    """A server that has every file that the workflows name."""
-    if reason := comfy_browser.missing():
-        pytest.skip(reason)
-    home = tmp_path_factory.mktemp("workflows")
-    workflow_pictures.place_files(home)
-    with start_server(home) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +206,16 @@ def test_comfyui_offers_templates_with_pictures(server):
         assert len(picture) <= LARGEST_PICTURE
 
 
+@pytest.mark.parametrize("name", ["07 Short", f"07 {'A title of many words ' * 3}"])
+def test_a_thumbnail_has_its_texts_whole(tmp_path, name):
+    path = tmp_path / "thumbnail.png"
+    workflow_pictures.draw_thumbnail(name, [("A node with a title that is much longer than others", True)], path)
+    picture = numpy.asarray(Image.open(path).convert("L")).astype(int)
+    right = workflow_pictures.THUMBNAIL[0] - 32
+    assert picture[:, right:].max() < 128, "a text goes beyond the box"
+    assert picture[:, :right].max() > 128
+
+
 def test_the_readme_has_each_workflow():
     readme = (WORKFLOWS / "README.md").read_text()
     for name in NAMES:
@@ -288,6 +289,7 @@ def test_a_workflow_of_onediff_opens_with_its_values(browser, errors):
     assert browser.evaluate(FAULTS) == []
     prompt = browser.evaluate(PROMPT)
     inputs = {node["class_type"]: node["inputs"] for node in prompt.values()}
+    assert inputs["OneDiffTorchCompileBooster"]["dynamic"] == "auto"
     steps = {"cache_interval": 3, "cache_layer_id": 0, "cache_block_id": 1, "start_step": 0, "end_step": 1000}
     assert inputs["OneFlowDeepcacheBooster"] == steps
     assert inputs["ModuleDeepCacheSpeedup"] == {"model": ["8", 0], "static_mode": "enable", **steps}
