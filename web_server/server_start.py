@@ -37,7 +37,7 @@ def _warm_up() -> None:
     from ..compiler.hosts.comfy.process import prepare_workers, warm_up_as_before
 
     if warm_up_as_before(_wait_for_prompts):
-        _wait_for_prompts()  # whoever has graphs rather loads them than compiles
+        _wait_for_prompts()  # whoever has graphs is more likely to load them than to compile
     prepare_workers()
 
 

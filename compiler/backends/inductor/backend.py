@@ -108,11 +108,16 @@ class InductorBackend:
         return fields | {"device": f"cpu {capability}", "platform": sysconfig.get_platform()}
 
     def warm_up(self, give_way: GiveWay = at_once) -> None:
-        with _hashed_beside():
-            for name in INDUCTOR_WARM_UP:
-                give_way()
-                with suppress(MissingName):
-                    name.get()
+        threads = []
+        for name in INDUCTOR_WARM_UP:
+            give_way()
+            with suppress(MissingName):
+                name.get()
+                if (hash_files := _HASHES.get(name)) is not None:
+                    threads.append(threading.Thread(target=hash_files, daemon=True))
+                    threads[-1].start()
+        for thread in threads:
+            thread.join()
 
     def compile(self, exported: ExportedRegion) -> Executable:
         return _kind_for(torch.device(exported.spec.device)).compile(exported)
@@ -120,23 +125,6 @@ class InductorBackend:
     def load(self, data: bytes, spec: GraphSpec) -> Executable:
         device = torch.device(spec.device)
         return _kind_for(device).load(data, device)
-
-
-@contextmanager
-def _hashed_beside() -> Iterator[None]:
-    """Have Triton and torch hash their own files meanwhile. Hashing leaves Python's lock to other threads."""
-    threads = [
-        threading.Thread(target=_hash_triton, daemon=True),
-        threading.Thread(target=_inductor_version, daemon=True),
-    ]
-    for name, thread in zip((triton_key, torch_key), threads):
-        with suppress(MissingName):
-            name.get()  # here: of a package that two threads import at once, one may see half
-            thread.start()
-    yield
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()
 
 
 def _hash_triton() -> None:
@@ -155,6 +143,10 @@ def _inductor_version() -> str:
             return torch_key.get()().hex()[:16]
     except MissingName:
         return str(torch.version.git_version)
+
+
+_HASHES = {triton_key: _hash_triton, torch_key: _inductor_version}
+"""Triton and torch hash their own files: a second of reading, which leaves Python's lock to the imports."""
 
 
 def _missing_for_cuda(device: torch.device) -> str | None:

@@ -282,8 +282,10 @@ cache_dir = Later("torch._inductor.runtime.cache_dir_utils:cache_dir")
 # What a process's first compile or load would wait for. Without one of these it waits. Later ones import earlier ones,
 # so that no single import takes long.
 INDUCTOR_WARM_UP = (
+    triton_key,
     Later("torch._dynamo:"),
     Later("torch._functorch.aot_autograd:"),
+    torch_key,
     Later("torch._inductor.lowering:"),
     Later("torch._inductor.compile_fx:"),
     Later("torch._inductor.select_algorithm:"),
