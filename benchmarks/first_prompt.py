@@ -2,8 +2,9 @@
 
     python benchmarks/first_prompt.py --comfyui /folder/of/ComfyUI sdxl flux
 
-Each prompt runs in a server of its own, which has no cache of Inductor's. Plain and compiled servers take turns. The
-seconds are ComfyUI's own, from a prompt's start to its end. They include loading the weights, but no server's start.
+Each prompt runs in a server of its own, which has no cache of Inductor's unless `--warm` keeps it. The ways take turns:
+plain in a server without this extension, plain with it, and compiled. The seconds are ComfyUI's own, from a prompt's
+start to its end. They include loading the weights, but no server's start.
 """
 
 import argparse
@@ -20,7 +21,12 @@ from pathlib import Path
 import server
 from server_models import sizes_of, with_depth
 
-WAYS = ("eager", "ours")
+WAYS = {
+    "without": ("--disable-all-custom-nodes", "--whitelist-custom-nodes", "bench"),
+    "eager": (),
+    "ours": (),
+}
+"""What ComfyUI is started with for each way."""
 
 
 def main() -> None:
@@ -33,6 +39,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=server.sizes, help="two sizes, of which the first is used")
     parser.add_argument("--backend", default="inductor", help="of Compile Model")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its prompt")
+    parser.add_argument("--warm", action="store_true", help="keep Inductor's folder")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("models", nargs="+")
     options = parser.parse_args()
@@ -47,14 +54,14 @@ def measure(options: argparse.Namespace, model: str) -> None:
     bake(options, model)
     runs: dict[str, list[dict]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
-        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+        for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:
             runs[way].append(first_prompt(options, model, way))
     medians = {way: statistics.median(run["seconds"] for run in runs[way]) for way in WAYS}
     row = {
         "run": model,
         **{f"{way}, each": [round(run["seconds"], 2) for run in runs[way]] for way in WAYS},
         **medians,
-        "more than eager": round(medians["ours"] - medians["eager"], 2),
+        "more than without": round(medians["ours"] - medians["without"], 2),
         "differs": max(run["differs"] or 0.0 for run in runs["ours"]),
         "compiles": [run["compiles"] for run in runs["ours"]],
         "text": runs["ours"][-1]["text"],
@@ -84,19 +91,28 @@ def bake(options: argparse.Namespace, model: str) -> None:
 
 
 def first_prompt(options: argparse.Namespace, model: str, way: str) -> dict:
-    """Start a server and run one prompt; return its seconds, and what was compiled."""
-    shutil.rmtree(options.home / "inductor", ignore_errors=True)
-    with server.started(options) as started:
+    """Start a server and run one prompt; return its seconds, and how many graphs it compiled."""
+    if not options.warm:
+        shutil.rmtree(options.home / "inductor", ignore_errors=True)
+    with server.started(options, *WAYS[way]) as started:
         time.sleep(options.pause)
         ran = server.run_prompt(started, prompt_of(options, model, way))
-        totals = started.get("/compiled_graphs/registry")["totals"]
-    differs = server.difference(kept(options, model, way), kept(options, model, "eager"))
-    return {**ran, "compiles": totals["compiles"], "differs": differs}
+        compiles = started.get("/compiled_graphs/registry")["totals"]["compiles"] if way != "without" else 0
+    differs = server.difference(kept(options, model, way), kept(options, model, "without"))
+    return {**ran, "compiles": compiles, "differs": differs}
 
 
 def prompt_of(options: argparse.Namespace, model: str, way: str) -> dict:
     size = (options.sizes or sizes_of(model))[0]
-    wanted = server.Wanted(model, way, 1, options.steps, size, kept(options, model, way), backend=options.backend)
+    wanted = server.Wanted(
+        model,
+        "ours" if way == "ours" else "eager",
+        1,
+        options.steps,
+        size,
+        kept(options, model, way),
+        backend=options.backend,
+    )
     return server.model_prompt(wanted)
 
 

@@ -265,9 +265,7 @@ def test_everything_is_there_in_chinese(page, panel, load, run):
     page.evaluate(set_locale, "zh")
     try:
         see(page.locator("body"), "运行")
-        for _ in range(
-            3
-        ):  # the frontend draws its workflow anew, on a busy machine later, and then as it was before `load`
+        for _ in range(3):  # a busy frontend redraws the workflow of before only after `load`
             load()
             run()
             if is_seen(page.locator(".compiled-graphs-status"), "就绪"):

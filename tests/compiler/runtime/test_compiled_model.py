@@ -471,7 +471,10 @@ def test_graphs_that_were_used_last_are_loaded_before_anybody_asks(tmp_path):
     prepared_in_a_new_process(tmp_path, asked, transformer())
     cache = GraphCache(FolderStore(tmp_path))
     recent, in_memory = cache.recent(), []
-    give_way = lambda: in_memory.append(len(cache._entries))  # noqa: E731
+
+    def give_way():
+        in_memory.append(len(cache._entries))
+
     cache.preload(recent, EagerBackend(), torch.device("cpu"), Host(), give_way)
     assert in_memory == [0]
     for expected in ((1, 0), (0, 1)):

@@ -42,7 +42,7 @@ NATIVE_ON_CPU = ("float8_e4m3fn", "float8_e5m2")
 """Formats that a CPU can multiply as they are, though ComfyUI has it dequantise them."""
 
 DEVICE = comfy.model_management.get_torch_device()
-BOUND, INDUCTOR_BOUND = (3e-2, 5e-2) if DEVICE.type == "cuda" else (1e-5, 1e-2)
+BOUND, INDUCTOR_BOUND = (3e-2, 3e-2) if DEVICE.type == "cuda" else (1e-5, 1e-2)
 """On a GPU the activations are bfloat16, and a few rounded otherwise change two steps of random weights by 1%."""
 
 
@@ -62,7 +62,9 @@ def plainly_sampled(model, **size):
     """Sample without graphs. Skip what this ComfyUI itself cannot run on this GPU."""
     try:
         return sampled(model, **size)
-    except ValueError as error:  # no GPU multiplies two matrices in float8_e5m2
+    except ValueError as error:
+        if "Float8_e5m2 matrices is not supported" not in str(error):  # no GPU multiplies two of them
+            raise
         pytest.skip(f"ComfyUI cannot run it here: {error}")
 
 
