@@ -40,7 +40,7 @@ def test_float8_is_dequantised_as_the_operator_does_it(dtype):
     operator = torch.ops.comfy_kitchen.dequantize_fp8.default
     expected = operator(x, scale, code(dtype))
     ours = kitchen_ops.written_out(operator, (x, scale, code(dtype)), {})
-    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)  # torch 2.11 makes NaN of too large values
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)  # torch 2.11 makes NaN of large values
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
