@@ -4,7 +4,8 @@
 
 Each prompt runs in a server of its own, which has no cache of Inductor's unless `--warm` keeps it. The ways take turns:
 plain in a server without this extension, plain with it, and compiled. The seconds are ComfyUI's own, from a prompt's
-start to its end. They include loading the weights, but no server's start.
+start to its end. They include loading the weights, but no server's start, whose seconds stand beside them. `--listen`
+lets servers listen when the graphs are loaded, as an image for a fleet does.
 """
 
 import argparse
@@ -40,10 +41,13 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor", help="of Compile Model")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its prompt")
     parser.add_argument("--warm", action="store_true", help="keep Inductor's folder")
+    parser.add_argument("--listen", action="store_true", help="servers listen when their graphs are loaded")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("models", nargs="+")
     options = parser.parse_args()
     options.home = options.home or Path(tempfile.mkdtemp())
+    if options.listen:
+        os.environ["COMPILED_GRAPHS_LISTEN"] = "warm"
     for model in options.models:
         measure(options, with_depth(model, options.depth))
 
@@ -61,6 +65,7 @@ def measure(options: argparse.Namespace, model: str) -> None:
         "run": model,
         **{f"{way}, each": [round(run["seconds"], 2) for run in runs[way]] for way in WAYS},
         **medians,
+        "start": {way: round(statistics.median(run["start"] for run in runs[way]), 1) for way in WAYS},
         "more than without": round(medians["ours"] - medians["without"], 2),
         "differs": max(run["differs"] or 0.0 for run in runs["ours"]),
         "compiles": [run["compiles"] for run in runs["ours"]],
@@ -94,12 +99,14 @@ def first_prompt(options: argparse.Namespace, model: str, way: str) -> dict:
     """Start a server and run one prompt; return its seconds, and how many graphs it compiled."""
     if not options.warm:
         shutil.rmtree(options.home / "inductor", ignore_errors=True)
+    begun = time.perf_counter()
     with server.started(options, *WAYS[way]) as started:
+        start = time.perf_counter() - begun
         time.sleep(options.pause)
         ran = server.run_prompt(started, prompt_of(options, model, way))
         compiles = started.get("/compiled_graphs/registry")["totals"]["compiles"] if way != "without" else 0
     differs = server.difference(kept(options, model, way), kept(options, model, "without"))
-    return {**ran, "compiles": compiles, "differs": differs}
+    return {**ran, "start": start, "compiles": compiles, "differs": differs}
 
 
 def prompt_of(options: argparse.Namespace, model: str, way: str) -> dict:

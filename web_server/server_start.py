@@ -7,10 +7,15 @@ a process beside this one imports what compiling needs, so that a first compile 
 All this gives way to prompts. Python runs one thread at a time, and a sampling that streams weights gives up its turn
 thousands of times: beside the warm-up, a first prompt of a plain SDXL took 12 s instead of 8. A prompt with nodes of
 this extension begins its own warm-up (`queued_prompt`).
+
+Where nobody looks on, the warm-up can come first: with COMPILED_GRAPHS_LISTEN=warm the server begins to listen when the
+graphs are loaded. Whoever balances load then sends no prompt to a server that would make it wait.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 import time
 from typing import Any
@@ -19,6 +24,8 @@ from .prompt_server import prompt_server
 
 PAUSE = 0.2
 """Seconds between looks at ComfyUI's queue."""
+LISTEN = "COMPILED_GRAPHS_LISTEN"
+"""Variable of the environment. With "warm", the server listens when the graphs that were used last are loaded."""
 
 
 def register() -> None:
@@ -30,13 +37,21 @@ def register() -> None:
 
 
 async def _on_startup(app: Any) -> None:
-    threading.Thread(target=_warm_up, name="warm up after the start", daemon=True).start()
+    """ComfyUI's server listens when this returns."""
+    loaded = threading.Event()
+    threading.Thread(target=_warm_up, args=(loaded,), name="warm up after the start", daemon=True).start()
+    if os.environ.get(LISTEN) == "warm":
+        await asyncio.to_thread(loaded.wait)
 
 
-def _warm_up() -> None:
+def _warm_up(loaded: threading.Event) -> None:
     from ..compiler.hosts.comfy.process import prepare_workers, warm_up_as_before
 
-    if warm_up_as_before(_wait_for_prompts):
+    try:
+        has_graphs = warm_up_as_before(_wait_for_prompts)
+    finally:
+        loaded.set()
+    if has_graphs:
         _wait_for_prompts()  # whoever has graphs is more likely to load them than to compile
     prepare_workers()
 

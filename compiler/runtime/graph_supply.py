@@ -130,6 +130,7 @@ class GraphSupply:
         what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
         """
         start = time.perf_counter()
+        name = name and name + getattr(call, "variant", "")
         self._known[name] = []
         try:
             requests = self._wanted_ahead(call, name)

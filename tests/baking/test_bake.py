@@ -183,6 +183,7 @@ def test_the_recipe_for_an_image_gives_a_first_prompt_that_compiles_nothing(
         monkeypatch.setenv(name, shutil.which("false"))
     monkeypatch.setenv("PATH", str(tmp_path / "build"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("COMPILED_GRAPHS_LISTEN", "warm")
     seconds = {}
     for name, asked in (("eager", workflow(compiled=False)), ("baked", prompt)):
         with start_server(place) as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -23,11 +24,40 @@ def server_start(monkeypatch):
 def test_the_warm_up_begins_when_the_server_starts(server_start, monkeypatch):
     app, begun = web.Application(), threading.Event()
     monkeypatch.setattr(server_start, "prompt_server", lambda: SimpleNamespace(app=app))
-    monkeypatch.setattr(server_start, "_warm_up", begun.set)
+    monkeypatch.setattr(server_start, "_warm_up", lambda loaded: begun.set())
     server_start.register()
     assert not begun.is_set()
-    asyncio.run(_start(app))
+    asyncio.run(_start(app))  # which does not wait for what is never loaded
     assert begun.wait(10)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_can_listen_when_its_graphs_are_loaded(server_start, monkeypatch, fails):
+    from compiled_graphs.compiler.hosts.comfy import process
+
+    app, told, order = web.Application(), threading.Event(), []
+
+    def warm_up_as_before(give_way):
+        time.sleep(0.1)
+        order.append("loaded")
+        if fails:
+            raise OSError("the store is gone")
+        return False
+
+    def prepare_workers():
+        assert told.wait(10)  # the server does not wait for this
+        order.append("workers")
+
+    monkeypatch.setenv(server_start.LISTEN, "warm")
+    monkeypatch.setattr(server_start, "prompt_server", lambda: SimpleNamespace(app=app))
+    monkeypatch.setattr(process, "warm_up_as_before", warm_up_as_before)
+    monkeypatch.setattr(process, "prepare_workers", prepare_workers)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    server_start.register()
+    asyncio.run(_start(app))
+    order.append("listens")
+    told.set()
+    assert order[:2] == ["loaded", "listens"]
 
 
 def test_a_server_that_runs_already_is_left_alone(server_start, monkeypatch):
@@ -54,7 +84,7 @@ def test_the_warm_up_gives_way_to_prompts(server_start, monkeypatch):
         return True
 
     monkeypatch.setattr(process, "warm_up_as_before", warm_up_as_before)
-    server_start._warm_up()
+    server_start._warm_up(threading.Event())
     assert done == [2, 1, 0, "imports", 1, 0, "graphs", 0, "workers"]
 
 
@@ -65,7 +95,7 @@ def test_workers_are_prepared_at_once_where_nothing_was_compiled(server_start, m
     monkeypatch.setattr(server_start, "prompt_server", lambda: pytest.fail("nothing gives way"))
     monkeypatch.setattr(process, "warm_up_as_before", lambda give_way: False)
     monkeypatch.setattr(process, "prepare_workers", lambda: done.append("workers"))
-    server_start._warm_up()
+    server_start._warm_up(threading.Event())
     assert done == ["workers"]
 
 

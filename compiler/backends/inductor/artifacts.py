@@ -19,6 +19,7 @@ import torch
 
 from ...common.torch_compat import CompiledArtifact, aoti_compile_and_package, aoti_load_package, standalone_compile
 from ...tracing.export import ExportedRegion
+from .other_folder import in_this_folder
 from .other_gpu import can_move, moved
 from .repeated_subgraphs import folded, tracing_once
 from .split_products import can_split, split_linears
@@ -85,7 +86,7 @@ class Artifact:
             library.put()
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
             path = Path(folder, cls._ARTIFACT)
-            path.write_bytes(artifact)
+            path.write_bytes(in_this_folder(artifact))
             return cls(CompiledArtifact.get().load(path=str(path), format="binary"), library)
 
     @classmethod

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pickle
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from ...common.torch_compat import BytesReader, BytesWriter, CompiledTritonKernels, MissingName, standalone_compile
+from .artifact_content import ArtifactContent
 
-_HEADER = b"AOTCompiledArtifact"
 _PLACES = re.compile(r"(_DeviceGuard\(|set_device\(|get_raw_stream\(|type='cuda', index=|'cuda:|\"cuda:)(\d+)")
 """Where generated code has a GPU's number."""
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
 _OTHER_PLACES = re.compile(r"cuda:\d|\bindex=\d|[Dd]evice(?:_idx|_index)?[(=]\s*\d")
 """What looks like a GPU's number."""
-_DEEPEST = 4
-"""How far inside of an artifact its graphs are looked for."""
 
 
 class CannotMove(Exception):
@@ -50,22 +46,16 @@ def moved(data: bytes, index: int) -> bytes:
         return data
     if not can_move():
         raise CannotMove("this torch makes artifacts for one GPU only")
-    reader = BytesReader.get()(data)
-    header, version = reader.read_bytes(), reader.read_bytes()
-    if header != _HEADER:
+    content = ArtifactContent.read(data)
+    if content is None:
         raise CannotMove("its format is another one")
-    content = pickle.loads(reader.read_bytes())
-    graphs = list({id(graph): graph for graph in _graphs_in(content)}.values())
-    if not graphs:
+    if not content.graphs:
         raise CannotMove("it has no graph")
-    if all(set(graph.device_idxs) <= {index} for graph in graphs):
+    if all(set(graph.device_idxs) <= {index} for graph in content.graphs):
         return data
-    for graph in graphs:
+    for graph in content.graphs:
         _move(graph, index)
-    writer = BytesWriter.get()()
-    for part in (header, version, pickle.dumps(content)):
-        writer.write_bytes(part)
-    return writer.to_bytes()
+    return content.to_bytes()
 
 
 def moved_source(source: str, index: int) -> str:
@@ -76,17 +66,6 @@ def moved_source(source: str, index: int) -> str:
     if len({number for _, number in _PLACES.findall(code)}) > 1:
         raise CannotMove("it runs on several GPUs")
     return _PLACES.sub(rf"\g<1>{index}", source)
-
-
-def _graphs_in(content: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the compiled graphs in what was unpickled: forward, and backward where autograd was recorded."""
-    if hasattr(content, "source_code") and hasattr(content, "device_idxs"):
-        yield content
-    elif depth < _DEEPEST:
-        parts: Iterable[Any] = content if isinstance(content, tuple | list) else vars(content).values() \
-            if hasattr(content, "__dict__") else ()  # fmt: skip
-        for part in parts:
-            yield from _graphs_in(part, depth + 1)
 
 
 def _move(graph: Any, index: int) -> None:

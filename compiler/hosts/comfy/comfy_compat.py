@@ -136,6 +136,8 @@ FP8_PRODUCTS = "fp8_matrix_mult"
 FP8_FORWARD = "forward_comfy_cast_weights"
 FP8_SCALE = "scale_weight"
 
+COMPUTE_DTYPE = "manual_cast_dtype"
+"""Attribute of a model, which a clone may replace."""
 SETTINGS_FILE = ("default", "comfy.settings.json")
 """Where the user folder keeps the settings dialog's values, without --multi-user."""
 
@@ -244,6 +246,12 @@ def extension_folders() -> list[str]:
     """Return the folders that hold ComfyUI's extensions."""
     get = find("folder_paths.get_folder_paths")
     return list(get("custom_nodes")) if get else []
+
+
+def compute_dtype(patcher: Any) -> torch.dtype | None:
+    """Return what a model computes in, as the Model Compute Dtype node may have set it; None for its weights' dtype."""
+    own = getattr(patcher.model, COMPUTE_DTYPE, None)
+    return getattr(patcher, "object_patches", {}).get(COMPUTE_DTYPE, own)
 
 
 def is_streamed(patcher: Any) -> bool:

@@ -371,7 +371,5 @@ def _weights_in(value: Any) -> Sequence[Any] | None:
 
 def _dtype_of(patcher: Any) -> torch.dtype:
     """Return the dtype that a model computes in."""
-    model = patcher.model
-    get = getattr(model, "get_dtype_inference", None)
-    dtype = get() if get is not None else getattr(model, "manual_cast_dtype", None) or model.get_dtype()
+    dtype = comfy_compat.compute_dtype(patcher) or patcher.model.get_dtype()
     return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize > 1 else torch.bfloat16

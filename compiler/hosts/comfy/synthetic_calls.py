@@ -21,7 +21,7 @@ from ...tracing.answered_values import constant, with_answers
 from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
-from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS
+from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS, compute_dtype
 from .rules.frame_caches import keeps_frames
 
 FRAMES = "num_video_frames"
@@ -145,7 +145,10 @@ class SamplingCall:
 
     def __init__(self, patcher: Any, host: Host) -> None:
         self._model, self._device, self._host = patcher.model, patcher.load_device, host
+        self._replaced = _replaced(patcher)
         self.classes = (type(patcher.model),)
+        self.variant = f" in {dtype}" if (dtype := compute_dtype(patcher)) else ""
+        """What differs between the calls of two clones."""
 
     def __call__(self, network: nn.Module, sizes: Sizes) -> None:
         try:
@@ -161,7 +164,8 @@ class SamplingCall:
         config = self._model.model_config.unet_config
         if "audio_model" in config and "max_height" in config:  # ACE-Step's latent has a row for each band of tones
             sizes = replace(sizes, height=config["max_height"])
-        _apply(_base_around(self._model, network, self._host), self._device, sizes, *widths)
+        base = _base_around(self._model, self._replaced, network, self._host)
+        _apply(base, self._device, sizes, *widths)
 
 
 def coding_call(vae: Any, method: str) -> ModelCall:
@@ -238,11 +242,18 @@ def _control_widths(network: nn.Module) -> _ControlWidths:
     return _ControlWidths(network.in_channels, network.input_hint_block[0].in_channels, context, pooled)
 
 
-def _base_around(model: nn.Module, network: nn.Module, host: Host) -> nn.Module:
+def _replaced(patcher: Any) -> dict[str, Any]:
+    """Return what a patcher replaces in its model while it is loaded, such as the dtype that it computes in."""
+    patches = getattr(patcher, "object_patches", {})
+    return {name: value for name, value in patches.items() if "." not in name and name != "diffusion_model"}
+
+
+def _base_around(model: nn.Module, replaced: Mapping[str, Any], network: nn.Module, host: Host) -> nn.Module:
     """Return a copy of a BaseModel around another network, with its own small buffers."""
-    rest = {name: child for name, child in model._modules.items() if name != "diffusion_model"}
+    modules = model._modules | {name: value for name, value in replaced.items() if isinstance(value, nn.Module)}
+    rest = {name: child for name, child in modules.items() if name != "diffusion_model"}
     base = model.__class__.__new__(model.__class__)
-    base.__dict__.update(model.__dict__)
+    base.__dict__.update(model.__dict__ | {name: value for name, value in replaced.items() if name not in modules})
     base.__dict__["_modules"] = {
         **{n: weightless_copy(c, host, lambda t: t) for n, c in rest.items()},
         "diffusion_model": network,

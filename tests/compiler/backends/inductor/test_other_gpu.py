@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
+from artifact_doubles import KERNEL, SOURCE, Bundle, Graph, Kernel, KernelFiles, Launcher, artifact, graph_in
 from compiled_graphs.compiler.backends.inductor import InductorBackend, other_gpu
 from compiled_graphs.compiler.backends.inductor.other_gpu import CannotMove, can_move, moved, moved_source
 from compiled_graphs.compiler.common import torch_compat
@@ -16,93 +14,11 @@ from compiled_graphs.compiler.storage.graph_file import StoredGraph
 from gpu_graphs import compiled_on_gpu
 from networks import WIDTH, transformer, weights_of
 
-KERNEL = """
-import triton
-@triton_heuristics.pointwise(
-    triton_meta={'signature': {'in_ptr0': '*fp32'}, 'device': DeviceProperties(type='cuda', index=0, cc=90), 'constants': {}},
-)
-@triton.jit
-def triton_poi_fused_add_0(in_ptr0, xnumel):
-    xindex = tl.arange(0, 16)
-"""  # noqa: E501
-SOURCE = f"""
-# %x : Tensor "f32[s77, 8][8, 1]cuda:0" = PlaceHolder[target=x]
-kernel = async_compile.triton('triton_poi_fused_add_0', '''{KERNEL}''', device_str='cuda')
-
-def call(args):
-    with torch.cuda._DeviceGuard(0):
-        torch.cuda.set_device(0)
-        buf0 = empty_strided_cuda((s77, 8), (8, 1), torch.float32)
-        stream0 = get_raw_stream(0)
-        kernel.run(arg0_1, buf0, 8*s77, stream=stream0)
-        buf1 = torch.ops.aten.full.default([8], 1, device=device(type='cuda', index=0))
-"""
-
 pytestmark = pytest.mark.skipif(not can_move(), reason="this torch makes artifacts for one GPU only")
-
-
-class Properties(NamedTuple):
-    type: str
-    index: int
-
-
-@dataclass
-class Kernel:
-    triton_meta: dict = field(default_factory=lambda: {"device": 0})
-    device_props: Properties = field(default_factory=lambda: Properties("cuda", 0))
-    compile_results: list = field(default_factory=lambda: [SimpleNamespace(compile_meta={"device": 0})])
-
-
-@dataclass(frozen=True)
-class Launcher:
-    cache_key: str
-    kernel: Kernel
-
-
-@dataclass(frozen=True)
-class KernelFiles:
-    device: int
-
-
-@dataclass(frozen=True)
-class Bundle:
-    kernel_artifacts: list
-    static_autotuners: list
-
-
-@dataclass
-class Graph:
-    """What Inductor has in an artifact, as far as it is read here."""
-
-    source_code: str = SOURCE
-    cache_key: str = "cabc"
-    device_idxs: set = field(default_factory=lambda: {0})
-    constants: dict = field(default_factory=dict)
-    _triton_bundle: Bundle | None = None
-
-
-@dataclass
-class Result:
-    compiled_fw: SimpleNamespace
 
 
 def key(kernel):
     return torch_compat.CompiledTritonKernels.get().key(kernel)
-
-
-def artifact(graph):
-    writer = torch_compat.BytesWriter.get()()
-    content = Result(SimpleNamespace(result=graph)), {}, {}
-    for part in (b"AOTCompiledArtifact", b"version", pickle.dumps(content)):
-        writer.write_bytes(part)
-    return writer.to_bytes()
-
-
-def graph_in(data):
-    reader = torch_compat.BytesReader.get()(data)
-    header, version = reader.read_bytes(), reader.read_bytes()
-    assert (header, version) == (b"AOTCompiledArtifact", b"version")
-    return pickle.loads(reader.read_bytes())[0].compiled_fw.result
 
 
 def test_generated_code_has_the_other_gpus_number_in_all_places():

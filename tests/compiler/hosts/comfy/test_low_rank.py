@@ -33,9 +33,27 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 EXACT = {"full_precision_matrix_mult": True}
 """Layers dequantise their weights, and do not round their inputs: what is left is what becomes of the LoRA."""
+ON_GPU = torch.cuda.is_available()
+BOUND = 3e-4 if ON_GPU else 1e-5
+"""Random weights multiply a rounding by a hundred in two steps, and a GPU adds in another order at each size."""
 FORMATS = ("float8_e4m3fn", "int8_tensorwise")
 FLOAT8 = "float8_e4m3fn"
 QKV = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+
+
+@pytest.fixture
+def flux(flux, monkeypatch):
+    """Loads the small Flux. What is exact computes and is merged in float32 on a GPU, as it is on a CPU."""
+    management = comfy.model_management
+    monkeypatch.setattr(management, "lora_compute_dtype", lambda device: torch.float32, raising=False)
+
+    def load(name, **settings):
+        with pytest.MonkeyPatch.context() as patch:
+            for choice in ("should_use_fp16", "should_use_bf16") if settings else ():
+                patch.setattr(management, choice, lambda *args, **options: False)
+            return flux(name, **settings)
+
+    return load
 
 
 def compiled(model, low_rank=True, backend="eager", **options):
@@ -81,7 +99,7 @@ def test_a_lora_beside_quantised_weights_is_exact(name, flux, registry):
     rounded = error(sampled(ours), base)
     image = error(sampled(change(ours, 1.0)), expected)
     assert error(base, expected) > 0.1
-    assert image < 1e-5 + 1.5 * rounded
+    assert image < BOUND + 1.5 * rounded
     assert image < merged / 1.5
 
 
@@ -97,11 +115,11 @@ def test_strengths_ranks_and_loras_compile_nothing(verify, flux, registry):
         for change, strength in ((lora(4), 1.0), (lora(20), 1.0), (lora(4, seed=7), 0.5), (lora(40), -1.0)):
             for size in ({}, {"height": 24, "width": 32}):
                 assert (
-                    error(sampled(change(ours, strength), **size), sampled(change(reference, strength), **size)) < 1e-5
+                    error(sampled(change(ours, strength), **size), sampled(change(reference, strength), **size)) < BOUND
                 )
         both = lora(20, seed=9)(lora(4)(ours, 1.0), 0.5)
-        assert error(sampled(both), sampled(lora(20, seed=9)(lora(4)(reference, 1.0), 0.5))) < 1e-5
-        assert error(sampled(ours), sampled(model)) < 1e-5
+        assert error(sampled(both), sampled(lora(20, seed=9)(lora(4)(reference, 1.0), 0.5))) < BOUND
+        assert error(sampled(ours), sampled(model)) < BOUND
     assert totals.eager_calls == before
 
 
@@ -109,7 +127,7 @@ def test_without_the_switch_loras_are_merged(flux, registry):
     model, change = flux(FLOAT8, **EXACT), lora(4)
     ours = compiled(model, low_rank=False)
     assert not ours.wrappers.get("outer_sample")
-    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
+    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < BOUND
 
 
 def test_a_comfyui_that_announces_no_samplings_merges_loras(flux, registry, monkeypatch):
@@ -117,13 +135,13 @@ def test_a_comfyui_that_announces_no_samplings_merges_loras(flux, registry, monk
     monkeypatch.setattr(comfy_compat, "_outermost", lambda: None)
     ours, text = host.compile_model(model, host.Request("eager", verify=False, low_rank=True))
     assert no_branches() in text
-    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
+    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < BOUND
 
 
 def test_a_later_node_without_the_switch_takes_it_out(flux, registry):
     model, change = flux(FLOAT8, **EXACT), lora(4)
     ours = compiled(compiled(model), low_rank=False)
-    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < 1e-5
+    assert error(sampled(change(ours, 1.0)), sampled(change(model, 1.0))) < BOUND
 
 
 def test_a_lora_before_the_node_is_compiled_with_it(flux, registry):
@@ -132,7 +150,7 @@ def test_a_lora_before_the_node_is_compiled_with_it(flux, registry):
     assert not has_branches(ours)
     with totals.expect(compiles=0, retired=0):
         image = sampled(ours)
-    assert error(image, sampled(change(dequantised(model), 1.0))) < 1e-5
+    assert error(image, sampled(change(dequantised(model), 1.0))) < BOUND
     assert counters(ours).eager_calls == {}
 
 
@@ -161,12 +179,12 @@ def test_the_person_is_told_what_merging_would_lose(name, flux, registry):
     """The figure is what has become of the largest layer's weight where ComfyUI has merged the LoRA."""
     model, told = flux(name), []
     layer, key = model.model.diffusion_model.double_blocks[0].img_attn.qkv, QKV
-    before = layer.weight.dequantize().float()
+    before = layer.weight.dequantize().float().cpu()
     merged = lora(4)(compiled(model, low_rank=False), 1.0)
     sampled(merged)
     factors = factors_of(layer.weight.shape, 4)
     change = 2 * factors["lora_up.weight"] @ factors["lora_down.weight"]
-    expected = error(layer.weight.dequantize().float() - before, change)
+    expected = error(layer.weight.dequantize().float().cpu() - before, change)
     sampled(model)  # which takes the LoRA out of the weights
     only_this = partial(on_one_layer, key=key, factors=factors)
     shown, beside = figures_of(model, only_this, registry, told)
@@ -270,7 +288,7 @@ def test_an_eager_block_has_its_branch_too(flux, registry):
     ours = compiled(model)
     layer = model.model.diffusion_model.double_blocks[0].img_attn.proj
     handle = layer.register_forward_hook(lambda *args: None)
-    assert error(sampled(change(ours, 1.0)), expected) < 1e-5
+    assert error(sampled(change(ours, 1.0)), expected) < BOUND
     assert {reason.code for reason in counters(ours).eager_calls} == {ReasonCode.HOOK}
     handle.remove()
 
@@ -313,7 +331,7 @@ def test_a_lora_on_a_part_of_a_fused_weight(flux, registry):
 
     expected = sampled(changed(reference))
     assert error(sampled(reference), expected) > 1e-3
-    assert error(sampled(changed(compiled(model))), expected) < 1e-5
+    assert error(sampled(changed(compiled(model))), expected) < BOUND
 
 
 def test_two_clones_in_turn_keep_their_loras(flux, registry):
@@ -324,11 +342,11 @@ def test_two_clones_in_turn_keep_their_loras(flux, registry):
     clones = [change(ours) for change in changes]
     for _ in range(2):
         for clone, image in zip(clones, expected, strict=True):
-            assert error(sampled(clone), image) < 1e-5
+            assert error(sampled(clone), image) < BOUND
     merged = sampled(changes[0](model))  # and by the host, in between
     assert error(merged, expected[0]) > 1e-3
-    assert error(sampled(clones[0]), expected[0]) < 1e-5
-    assert error(sampled(model), sampled(reference)) < 1e-5
+    assert error(sampled(clones[0]), expected[0]) < BOUND
+    assert error(sampled(model), sampled(reference)) < BOUND
 
 
 def test_hooks_of_conditionings_are_left_to_the_host(flux, registry):
@@ -349,7 +367,7 @@ def test_hooks_of_conditionings_are_left_to_the_host(flux, registry):
 
 
 def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
-    if not torch.cuda.is_available():
+    if not ON_GPU:
         monkeypatch.setattr(install, "can_capture", lambda device: True)
         monkeypatch.setattr(install, "capture_within", lambda context: repeat)
     model = flux(FLOAT8, **EXACT)
@@ -358,13 +376,13 @@ def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
     loras = [partial(lora(rank), value=strength) for rank, strength in ((4, 1.0), (9, 0.5), (4, 1.0), (40, 1.0))]
     expected = [sampled(change(reference), steps=9) for change in loras]  # to load another model drops the factors
     for change, image in zip(loras, expected, strict=True):
-        assert error(sampled(change(ours), steps=9), image) < 1e-5
+        assert error(sampled(change(ours), steps=9), image) < BOUND
         places.append({path: pair[0].data_ptr() for path, pair in low_rank._factors[network]._pairs.items()})
     assert counters(ours).replays > 0
     assert places[0] == places[1] == places[2] != places[3]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+@pytest.mark.skipif(ON_GPU, reason="the stand-in for a VBAR lies in the CPU's memory")
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_recorded_steps_serve_other_loras_of_their_rank(is_streamed, flux, registry, monkeypatch, request):
     monkeypatch.setattr(install, "can_capture", lambda device: True)
@@ -381,7 +399,7 @@ def test_recorded_steps_serve_other_loras_of_their_rank(is_streamed, flux, regis
     for change, image in zip(loras, expected, strict=True):
         clone = change(ours)
         for _ in range(2):
-            assert error(sampled(clone, steps=9), image) < 1e-5
+            assert error(sampled(clone, steps=9), image) < BOUND
         captures.append(counters(ours).captures)
     assert captures == [1, 1, 1, 2, 3]
     assert counters(ours).eager_calls == {}
@@ -400,10 +418,10 @@ def test_without_memory_for_factors_loras_are_merged(flux, registry, monkeypatch
     expected = sampled(change(model, 1.0))
 
     monkeypatch.setattr(low_rank.Factors, "_write", no_memory)
-    assert error(sampled(change(compiled(model), 1.0)), expected) < 1e-5
+    assert error(sampled(change(compiled(model), 1.0)), expected) < BOUND
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+@pytest.mark.skipif(ON_GPU, reason="the stand-in for a VBAR lies in the CPU's memory")
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_streamed_weights_have_branches(share, flux, registry, request):
     plain = flux(FLOAT8, **EXACT)
@@ -412,13 +430,13 @@ def test_streamed_weights_have_branches(share, flux, registry, request):
     vbar = request.getfixturevalue("vbar")
     ours = compiled(stream(plain, vbar))
     clone = change(ours, 0.7)
-    assert error(sampled(clone), expected) < 1e-5
+    assert error(sampled(clone), expected) < BOUND
     vbar.evict()
     vbar.limit = int(vbar.size * share)
     with totals.expect(compiles=0, retired=0):
-        assert error(sampled(clone), expected) < 1e-5
-        assert error(sampled(ours), base) < 1e-5
-        assert error(sampled(change(ours, -0.7)), sampled(change(reference, -0.7))) < 1e-5
+        assert error(sampled(clone), expected) < BOUND
+        assert error(sampled(ours), base) < BOUND
+        assert error(sampled(change(ours, -0.7)), sampled(change(reference, -0.7))) < BOUND
     assert vbar.pinned == 0
 
 
@@ -434,7 +452,7 @@ def test_blocks_compile_in_the_background_with_their_branches(flux, monkeypatch)
         clone = change(ours, 1.0)
         for _ in range(8):  # what a sampling asks for may come when it has ended, and is asked for again
             before = counters(ours).eager_calls.copy()
-            assert error(sampled(clone), expected) < 1e-5
+            assert error(sampled(clone), expected) < BOUND
             if counters(ours).eager_calls == before:
                 break
             host.finish(ours)
@@ -450,7 +468,7 @@ def test_inductor_computes_branches_of_any_rank(flux, registry):
     sampled(lora(4)(ours, 1.0))
     with totals.expect(compiles=0, retired=0):
         for rank in (4, 40):
-            assert error(sampled(lora(rank)(ours, 1.0)), sampled(lora(rank)(reference, 1.0))) < 1e-4
+            assert error(sampled(lora(rank)(ours, 1.0)), sampled(lora(rank)(reference, 1.0))) < 10 * BOUND
     assert counters(ours).eager_calls == {}
 
 

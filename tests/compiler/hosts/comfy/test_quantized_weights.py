@@ -58,12 +58,13 @@ def compiled(model, backend="eager", **options):
     return ours
 
 
-def plainly_sampled(model, **size):
-    """Sample without graphs. Skip what this ComfyUI itself cannot run on this GPU."""
+def plainly(run, *args, **options):
+    """Run without graphs. Skip what this ComfyUI itself cannot run on this GPU."""
     try:
-        return sampled(model, **size)
+        return run(*args, **options)
     except ValueError as error:
-        if "Float8_e5m2 matrices is not supported" not in str(error):  # no GPU multiplies two of them
+        refused = "Float8_e5m2 matrices is not supported", "Bias is not supported when out_dtype is set to Float32"
+        if not any(text in str(error) for text in refused):
             raise
         pytest.skip(f"ComfyUI cannot run it here: {error}")
 
@@ -94,6 +95,18 @@ def test_the_check_allows_what_rounded_inputs_may_differ_by(
     assert set(allowed) == {precision}, text
 
 
+def test_the_dtype_that_a_clone_computes_in_is_known_ahead(flux, registry):
+    """As Model Compute Dtype sets it."""
+    model = flux("float8_e4m3fn", full_precision_matrix_mult=True)
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float32):
+        changed = model.clone()
+        changed.set_model_compute_dtype(dtype)
+        expected = sampled(changed)
+        ours = compiled(changed)
+        with totals.expect(compiles=0):
+            assert error(sampled(ours), expected) < BOUND
+
+
 @pytest.mark.parametrize("name", NATIVE_ON_CPU)
 def test_native_products_are_compiled(name, native, flux, registry):
     test_a_quantised_model_is_compiled_for_every_size(name, flux, registry)
@@ -104,7 +117,7 @@ def test_a_quantised_model_is_compiled_for_every_size(name, flux, registry):
     model = flux(name)
     layer = model.model.diffusion_model.double_blocks[0].img_attn.qkv
     assert type(layer.weight) is quant_ops.QuantizedTensor
-    theirs = [plainly_sampled(model, **size) for size in SIZES]
+    theirs = [plainly(sampled, model, **size) for size in SIZES]
     ours = compiled(model)
     sampled(ours)
     before = totals.eager_calls.copy()
@@ -117,7 +130,7 @@ def test_a_quantised_model_is_compiled_for_every_size(name, flux, registry):
 @pytest.mark.parametrize("name", FORMATS)
 def test_loras_on_a_quantised_model_compile_nothing(name, flux, registry):
     model = flux(name)
-    plainly_sampled(model)
+    plainly(sampled, model)
     ours = compiled(model)
     sampled(ours)
     before = totals.eager_calls.copy()
@@ -400,6 +413,8 @@ class Experts(torch.nn.Module):
 @pytest.mark.parametrize("block", [FusedInput, Table, Experts])
 def test_each_layer_of_comfyui_is_traced_for_every_size(block, name):
     module, x = block(name).to(DEVICE), torch.randn(5, 64, device=DEVICE)
+    with torch.no_grad():
+        plainly(module, x)
     signature, _ = read(bind(block, (x,), {}, HOST.context_arguments))
     sizes = (tuple(x.shape),), ((True, False),)
     request = GraphRequest("block", module, fingerprint(module, HOST), signature, x.device, (x.dtype,), *sizes)

@@ -149,7 +149,8 @@ def free_memory(monkeypatch):
 
 
 def memory_in_use():
-    """Bytes in tensors. cuBLAS has some for each stream that it was used on, and ComfyUI makes streams."""
+    """Bytes in tensors. cuBLAS has some for each stream that it was used on, and ComfyUI makes streams and buffers."""
+    getattr(comfy.model_management, "reset_cast_buffers", lambda: None)()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
