@@ -41,19 +41,19 @@ FLOAT8 = "float8_e4m3fn"
 QKV = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
 
 
+def load_exact(state, chosen, **settings):
+    """Load the small Flux to compute in float32 on a GPU, as it does on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for choice in ("should_use_fp16", "should_use_bf16"):
+            patch.setattr(comfy.model_management, choice, lambda *args, **options: False)
+        return load_flux(state, chosen, **settings)
+
+
 @pytest.fixture
-def flux(flux, monkeypatch):
-    """Loads the small Flux. What is exact computes and is merged in float32 on a GPU, as it is on a CPU."""
-    management = comfy.model_management
-    monkeypatch.setattr(management, "lora_compute_dtype", lambda device: torch.float32, raising=False)
-
-    def load(name, **settings):
-        with pytest.MonkeyPatch.context() as patch:
-            for choice in ("should_use_fp16", "should_use_bf16") if settings else ():
-                patch.setattr(management, choice, lambda *args, **options: False)
-            return flux(name, **settings)
-
-    return load
+def flux(flux, flux_state, monkeypatch):
+    """Loads the small Flux. LoRAs are merged in float32, and with settings the model computes in it."""
+    monkeypatch.setattr(comfy.model_management, "lora_compute_dtype", lambda device: torch.float32, raising=False)
+    return lambda name, **settings: load_exact(flux_state, name, **settings) if settings else flux(name)
 
 
 def compiled(model, low_rank=True, backend="eager", **options):
@@ -76,9 +76,7 @@ def dequantised(model):
     """Return a model that holds the values of another one's quantised weights in float32."""
     weights = model.model.diffusion_model.named_parameters()
     state = {n: (w.dequantize() if hasattr(w, "_qdata") else w).detach().float().clone() for n, w in weights}
-    plain = load_flux(state, None)
-    plain.set_model_compute_dtype(torch.float32)
-    return plain
+    return load_exact(state, None)
 
 
 def has_branches(model):
