@@ -2,7 +2,8 @@
 
     python benchmarks/first_prompt.py --comfyui /folder/of/ComfyUI sdxl flux
 
-Each prompt runs in a server of its own, which has no cache of Inductor's unless `--warm` keeps it. The ways take turns:
+Each prompt runs in a server of its own, which has no cache of Inductor's unless `--warm` keeps it, as an image for a
+fleet does: `bake` then runs the workflow, too, so that kernels are timed at its size. The ways take turns:
 plain in a server without this extension, plain with it, and compiled. The seconds are ComfyUI's own, from a prompt's
 start to its end. They include loading the weights, but no server's start, whose seconds stand beside them. `--listen`
 lets servers listen when the graphs are loaded, as an image for a fleet does.
@@ -82,6 +83,7 @@ def bake(options: argparse.Namespace, model: str) -> None:
         pass  # it puts the extension and the nodes of the benchmarks in their place
     command = [sys.executable, "-m", "compiled-graphs", "bake", str(workflow), "--verify"]
     command += ["--comfyui", str(options.comfyui), "--store", str(options.home / "graphs")]
+    command += ["--run"] if options.warm else []
     variables = {"COMPILED_GRAPHS_TRUST": str(options.home / "trust")}
     start = time.perf_counter()
     done = subprocess.run(
