@@ -2,11 +2,12 @@
 
     python benchmarks/first_prompt.py --comfyui /folder/of/ComfyUI sdxl flux
 
-Each prompt runs in a server of its own, which has no cache of Inductor's unless `--warm` keeps it, as an image for a
-fleet does: `bake` then runs the workflow, too, so that kernels are timed at its size. The ways take turns:
-plain in a server without this extension, plain with it, and compiled. The seconds are ComfyUI's own, from a prompt's
-start to its end. They include loading the weights, but no server's start, whose seconds stand beside them. `--listen`
-lets servers listen when the graphs are loaded, as an image for a fleet does.
+Each prompt runs in a server of its own. The ways take turns: plain in a server without this extension, plain with it,
+and compiled. The seconds are ComfyUI's own, from a prompt's start to its end. They include loading the weights, but not
+the server's start, whose seconds stand beside them.
+
+Inductor's folder is removed before each start, unless `--warm` keeps it: `bake` then runs the workflow, too, so that
+kernels are timed at its size. With `--listen`, servers listen when the graphs are loaded. Images for a fleet have both.
 """
 
 import argparse
@@ -59,7 +60,7 @@ def measure(options: argparse.Namespace, model: str) -> None:
     bake(options, model)
     runs: dict[str, list[dict]] = {way: [] for way in WAYS}
     for number in range(options.rounds):
-        for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:
+        for way in WAYS if number % 2 == 0 else reversed(WAYS):
             runs[way].append(first_prompt(options, model, way))
     medians = {way: statistics.median(run["seconds"] for run in runs[way]) for way in WAYS}
     row = {

@@ -15,12 +15,15 @@ graphs are loaded. Whoever balances load then sends no prompt to a server that w
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
 from typing import Any
 
 from .prompt_server import prompt_server
+
+log = logging.getLogger(__name__)
 
 PAUSE = 0.2
 """Seconds between looks at ComfyUI's queue."""
@@ -40,8 +43,10 @@ async def _on_startup(app: Any) -> None:
     """ComfyUI's server listens when this returns."""
     loaded = threading.Event()
     threading.Thread(target=_warm_up, args=(loaded,), name="warm up after the start", daemon=True).start()
-    if os.environ.get(LISTEN) == "warm":
+    if (wanted := os.environ.get(LISTEN, "")) == "warm":
         await asyncio.to_thread(loaded.wait)
+    elif wanted:
+        log.warning('%s is "%s", which says nothing: it may be "warm", or left out.', LISTEN, wanted)
 
 
 def _warm_up(loaded: threading.Event) -> None:

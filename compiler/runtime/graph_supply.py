@@ -126,7 +126,8 @@ class GraphSupply:
     def prepare(self, call: ModelCall, on_progress: OnProgress, name: str) -> None:
         """Provide the graphs that a call of the model will use.
 
-        What a call with a name wants is remembered as long as the model lives. Between graphs the host may cancel;
+        What a call with a name wants is remembered as long as the model lives, for each `variant` that the call has:
+        clones of a model may compute in other dtypes. Between graphs the host may cancel;
         what is done is kept. Raises CannotCallAhead, before anything is compiled, if the call fails under fake tensors.
         """
         start = time.perf_counter()

@@ -178,7 +178,7 @@ def test_the_recipe_for_an_image_gives_a_first_prompt_that_compiles_nothing(
         done = subprocess.run(["bash", "-c", block], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     before = {path.name: path.stat().st_size for path in (place / "graphs").iterdir()}
-    shutil.rmtree(place / "inductor", ignore_errors=True)
+    shutil.rmtree(place / "inductor")  # the recipe's; on a CPU the graphs do without it
     for name in ("CC", "CXX"):
         monkeypatch.setenv(name, shutil.which("false"))
     monkeypatch.setenv("PATH", str(tmp_path / "build"))

@@ -60,6 +60,16 @@ def test_a_server_can_listen_when_its_graphs_are_loaded(server_start, monkeypatc
     assert order[:2] == ["loaded", "listens"]
 
 
+def test_another_value_is_told_and_changes_nothing(server_start, monkeypatch, caplog):
+    app = web.Application()
+    monkeypatch.setenv(server_start.LISTEN, "1")
+    monkeypatch.setattr(server_start, "prompt_server", lambda: SimpleNamespace(app=app))
+    monkeypatch.setattr(server_start, "_warm_up", lambda loaded: None)
+    server_start.register()
+    asyncio.run(_start(app))  # which does not wait
+    assert 'COMPILED_GRAPHS_LISTEN is "1"' in caplog.text
+
+
 def test_a_server_that_runs_already_is_left_alone(server_start, monkeypatch):
     app = web.Application()
     app.freeze()

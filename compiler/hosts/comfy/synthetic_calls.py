@@ -148,7 +148,7 @@ class SamplingCall:
         self._replaced = _replaced(patcher)
         self.classes = (type(patcher.model),)
         self.variant = f" in {dtype}" if (dtype := compute_dtype(patcher)) else ""
-        """What differs between the calls of two clones."""
+        """Tells the calls of clones apart that compute in other dtypes."""
 
     def __call__(self, network: nn.Module, sizes: Sizes) -> None:
         try:
