@@ -48,15 +48,16 @@ class Artifact:
         return self._artifact(*tensors)
 
     def to_bytes(self) -> bytes:
+        """Return the artifact's bytes. They name no time: an artifact that was loaded is saved as the same bytes."""
         library = self._library or built_library()
         buffer = io.BytesIO()
         # torch can save an artifact only to a path.
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder, zipfile.ZipFile(buffer, "w") as archive:
             path = Path(folder, self._ARTIFACT)
             self._artifact.save(path=str(path), format="binary")
-            archive.write(path, self._ARTIFACT)
+            archive.writestr(zipfile.ZipInfo(self._ARTIFACT), path.read_bytes())
             if library is not None:
-                name = f"{self._LIBRARY}{library.source}/{library.name}"
+                name = zipfile.ZipInfo(f"{self._LIBRARY}{library.source}/{library.name}")
                 archive.writestr(name, library.data, zipfile.ZIP_DEFLATED)
         return buffer.getvalue()
 
@@ -152,8 +153,8 @@ class AotiPackage:
             aoti_compile_and_package.get()(exported.program, package_path=str(path))
             buffer = io.BytesIO()
             with zipfile.ZipFile(buffer, "w") as archive:
-                archive.write(path, cls._PACKAGE)
-                archive.writestr(cls._FEATURES, " ".join(sorted(_cpu_features())))
+                archive.writestr(zipfile.ZipInfo(cls._PACKAGE), path.read_bytes())
+                archive.writestr(zipfile.ZipInfo(cls._FEATURES), " ".join(sorted(_cpu_features())))
         return cls.load(buffer.getvalue())
 
     @classmethod
