@@ -90,9 +90,13 @@ class Host:
     channels_last_on: frozenset[str] = frozenset({"cuda"})
     """Device types on which graphs take weights in channels_last, for regions that the host `uses_channels_last`."""
 
+    frame_cells: str = ""
+    """The attribute in which modules of video VAEs keep frames between the chunks of a video: a dictionary with one
+    entry for each thread."""
+
     def is_volatile(self, name: str) -> bool:
-        """Whether the host sets this attribute of a module while it manages memory."""
-        return name in self.volatile_attributes
+        """Whether the host sets this attribute of a module while it manages memory, or keeps frames in it."""
+        return name in self.volatile_attributes or name == self.frame_cells
 
     def uses_channels_last(self, region: nn.Module) -> bool:
         """Whether the weights of a region's convolutions are brought into channels_last while its model runs.

@@ -52,6 +52,9 @@ STATIC_TYPES = tuple(_STATICS)
 """Types of arguments, besides tensors, that a cache key can hold: they can be written to JSON and read back."""
 
 
+CELLS = "cells of frames"
+"""Under this name, which no parameter can have, a call holds what its block keeps in cells (`frame_cells`)."""
+
 _ANY_HOST = Host()
 
 
@@ -82,6 +85,11 @@ class CallSignature:
     """Names of the context arguments that were passed."""
     patch_points: str = ""
     """Which of the host's patches act inside the region, as operators of its graph."""
+
+    @property
+    def has_cells(self) -> bool:
+        """Whether the block keeps frames in cells."""
+        return CELLS in self.spec.context
 
     def has_tensors_of(self, other: CallSignature) -> bool:
         """Whether another call has its tensors in the same places, with the same ranks, dtypes and devices."""
@@ -147,8 +155,9 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
 
     Raises Unsupported if the arguments do not fit the signature.
     """
+    cells = {name: value for name, value in kwargs.items() if name == CELLS}
     try:
-        bound = forward_signature(cls).bind(*args, **kwargs)
+        bound = forward_signature(cls).bind(*args, **{n: value for n, value in kwargs.items() if n != CELLS})
     except TypeError as error:
         raise Unsupported(ReasonCode.CALL_MISFIT, f"{cls.__name__}.forward: {error}") from None
     bound.apply_defaults()
@@ -158,7 +167,7 @@ def bind(cls: type, args: tuple, kwargs: Mapping[str, Any], context_arguments: f
         extra = arguments[rest]
         context |= {name: extra[name] for name in context_arguments & extra.keys()}
         arguments[rest] = {name: extra[name] for name in sorted(extra) if name not in context_arguments}
-    return Call(arguments, context)
+    return Call(arguments | cells, context)
 
 
 def describe(value: Any, tensors: list[torch.Tensor], block: type = NoneType) -> Any:

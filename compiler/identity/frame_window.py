@@ -19,6 +19,7 @@ import torch
 
 from ..common.host import FrameCache
 from ..common.reason import ReasonCode, Unsupported
+from ..common.torch_compat import pytree
 from .call_signature import forward_signature
 
 PLAIN = (type(None), bool, int, str)
@@ -27,18 +28,18 @@ PLAIN = (type(None), bool, int, str)
 _LOOKING_AT_ALL = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe"})
 """What reads parameters without naming them."""
 
-_KEPT, _GIVEN, _RESULT, _PLAIN = "kept", "given", "result", "plain"
-_SOURCES = {_KEPT: int, _GIVEN: int, _RESULT: type(None), _PLAIN: PLAIN}
+_KEPT, _GIVEN, _RESULT, _PLAIN, _TUPLE = "kept", "given", "result", "plain", "tuple"
+_SOURCES = {_KEPT: int, _GIVEN: int, _RESULT: type(None), _PLAIN: PLAIN, _TUPLE: list}
 
 
 @dataclass(frozen=True)
 class FrameWrites:
-    """What a block leaves in its entries, and how far it moves the cursor."""
+    """What a block leaves in its entries, or in its cells, and how far it moves the cursor."""
 
     moved: int
     entries: tuple[tuple[str, Any], ...]
     """Where each entry comes from: an output of the graph beside the result, what stood at a place before, the
-    result itself, or a plain value."""
+    result itself, a plain value, or a tuple of these."""
 
     @classmethod
     def of(cls, given: Sequence[Any], left: Sequence[Any], moved: int, result: Any) -> tuple[FrameWrites, list]:
@@ -47,11 +48,14 @@ class FrameWrites:
         Raises Unsupported for an entry that no graph can leave there.
         """
         kept: list[torch.Tensor] = []
+        given = pytree.tree_leaves(list(given))
         return cls(moved, tuple([_source(entry, given, result, kept) for entry in left])), kept
 
     def values(self, given: Sequence[Any], result: Any, kept: Sequence[torch.Tensor]) -> list[Any]:
         """Return the entries after a call: from those before, the result, and the outputs beside it."""
+        given = pytree.tree_leaves(list(given))
         found = {_KEPT: kept.__getitem__, _GIVEN: given.__getitem__, _RESULT: lambda _: result, _PLAIN: lambda v: v}
+        found[_TUPLE] = lambda parts: tuple([found[source](value) for source, value in parts])
         return [found[source](value) for source, value in self.entries]
 
     def to_text(self) -> str:
@@ -63,13 +67,20 @@ class FrameWrites:
         """Return what a text describes. Raises ValueError if `to_text` cannot have made it."""
         try:
             moved, entries = json.loads(text)
-            found = tuple([(source, value) for source, value in entries])
-            is_sound = type(moved) is int and all(isinstance(value, _SOURCES[source]) for source, value in found)
+            found = tuple([_read(source, value) for source, value in entries])
+            is_sound = type(moved) is int
         except (LookupError, RecursionError, TypeError, ValueError):
             is_sound = False
         if not is_sound:
             raise ValueError("not what a block leaves in a list")
         return cls(moved, found)
+
+
+def _read(source: str, value: Any) -> tuple[str, Any]:
+    """Return one entry as `_source` makes it. Raises LookupError, TypeError or ValueError if it cannot have made it."""
+    if not isinstance(value, _SOURCES[source]):
+        raise ValueError("not a source of an entry")
+    return source, [_read(*part) for part in value] if source == _TUPLE else value
 
 
 def _source(entry: Any, given: Sequence[Any], result: Any, kept: list[torch.Tensor]) -> tuple[str, Any]:
@@ -81,6 +92,8 @@ def _source(entry: Any, given: Sequence[Any], result: Any, kept: list[torch.Tens
             return _RESULT, None
         kept.append(entry)
         return _KEPT, len(kept) - 1
+    if type(entry) is tuple:
+        return _TUPLE, [_source(part, given, result, kept) for part in entry]
     if type(entry) not in PLAIN:
         raise Unsupported(ReasonCode.WRITES_ARGUMENT)
     return _PLAIN, entry

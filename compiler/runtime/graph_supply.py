@@ -151,7 +151,7 @@ class GraphSupply:
 
         With a background, raises Unsupported: the graph comes later.
         """
-        if call is None and not kind.graphs_of(miss.signature.text):
+        if call is None and not kind.graphs_of(miss.signature.text) and not miss.signature.has_cells:
             return Reason(ReasonCode.UNFORESEEN)
         if self._background is None:
             self._kinds.describe_again()  # what has made one region another may have changed others, not called since
@@ -178,6 +178,8 @@ class GraphSupply:
 
     def _provide_now(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> Reason | None:
         signature = miss.signature
+        if signature.has_cells:
+            return self._provide_chunk(kind, miss)
         # Such as a video without sound: the graphs for videos with sound do not say which of its sizes are symbols.
         alike = [entry for entry in kind.graphs_of(signature.text) if entry.graph.spec.is_empty_as(miss.shapes)]
         if call is None or alike:
@@ -203,6 +205,19 @@ class GraphSupply:
         if kind.graphs_of(signature.text) and not kind.answers(miss):
             return self._provide_branch(kind, miss)
         return None if kind.is_settled(signature.text) else Reason(ReasonCode.SIZE_ARGUMENT)
+
+    def _provide_chunk(self, kind: RegionKind, miss: Miss) -> Reason | None:
+        """Provide a graph for chunks of a video like this one: calls ahead do not meet every kind of chunk."""
+        region = self._kinds.region_of(kind.fingerprint)
+        if region is None:
+            return Reason(ReasonCode.SIZES_UNCLEAR)
+        device = self._kinds.target.device
+        request = GraphRequest.of_chunk(miss.signature, miss.shapes, region, kind.fingerprint, device)
+        self._check_cancelled()
+        self._settle(self._get(request), 1, 1)
+        self._on_change()
+        self._note([request])
+        return None if kind.answers(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
 
     def _provide_branch(self, kind: RegionKind, miss: Miss) -> Reason | None:
         """Provide a graph that is traced at the call's own sizes, for code that takes another branch there."""

@@ -22,6 +22,7 @@ from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import call_forward
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec
 from ..identity.regions import Region
+from ..tracing.frame_windows import traced_window
 from ..tracing.graph_request import GraphRequest
 from ..tracing.weightless_copy import weightless_copy
 from .compiled_model import CompiledModel
@@ -64,11 +65,12 @@ def _checked(
         weights = [group[name] for _, (group, name) in tensor_slots(module)]
         inputs = _random_inputs(request, spec, generator)
         theirs = [tensor.clone() for tensor in inputs]
-        arguments, names = request.signature.fill(theirs), host.frame_cache(type(module))
-        given = list(arguments[names.entries]) if spec.frame_writes else []
+        arguments = request.signature.fill(theirs)
+        window = traced_window(module, host, arguments)
+        arguments |= window.arguments if window else {}
         expected = call_forward(module, arguments, {name: {} for name in request.signature.context})
-        if spec.frame_writes:
-            expected = expected, arguments[names.entries]
+        if window:
+            expected = expected, window.left()[0]
     except Exception as error:  # code that wants more of its call than its shapes
         log.debug("%s on random weights", spec.region, exc_info=error)
         return CheckResult(skipped=f"the uncompiled block does not run on random weights ({one_line(error)})")
@@ -76,7 +78,7 @@ def _checked(
         found = spec.rebuild(entry.graph(weights, inputs))
         if writes := spec.frame_writes:
             result, kept = found
-            found = result, writes.values(given, result, kept)
+            found = result, writes.values(window.given, result, kept)
     except Exception as error:  # a graph that cannot run is a graph that is wrong
         return CheckResult(wrong=one_line(error))
     written = spec.mutated

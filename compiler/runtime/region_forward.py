@@ -27,8 +27,10 @@ from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported
 from ..common.tensors import tensors_in
 from ..common.timing import compare
+from ..common.torch_compat import pytree
 from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
+from ..identity.frame_cells import CellWindow
 from ..identity.frame_window import Window
 from ..tracing.frame_windows import see
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
@@ -197,8 +199,13 @@ class RegionForward:
         return type(module).forward(module, *args, **kwargs)
 
     def _eager_apart(self, call: _Call) -> Any:
-        """Run the region's own code with a list of frames of its own."""
-        return self._eager(*call.window.call(), call.context)
+        """Run the region's own code on the frames that it was given, and leave those that are kept as they are."""
+        left = call.window.now()
+        call.window.write(call.window.given, 0)
+        try:
+            return call.eager(call.context)
+        finally:
+            call.window.write(*left)
 
     def _after_patch(self, failed: PatchFailed, call: _Call) -> Any:
         """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
@@ -350,8 +357,8 @@ class _Call:
     patches: frozenset[str]
     eager: Callable[[Mapping[str, Any]], Any]
     """Runs the region's own code with these context arguments."""
-    window: Window | None
-    """The region's entries in the list of frames that it is given."""
+    window: Window | CellWindow | None
+    """The frames that the region keeps between calls."""
 
     def found(self, rebuilt: Any) -> tuple[Any, tuple[list[Any], int] | None]:
         """Return the region's result, and what it leaves in its entries and how far it moves the cursor.
@@ -383,9 +390,9 @@ def _left_otherwise(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any],
     """Return an error if a graph leaves other entries than eager, besides what their tensors hold."""
 
     def outline(left: tuple[list[Any], int] | None) -> Any:
-        return left and ([t.shape if isinstance(t, torch.Tensor) else t for t in left[0]], left[1])
+        return left and (pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), left[0]), left[1])
 
-    return "" if outline(ours) == outline(theirs) else "other entries in the list of frames"
+    return "" if outline(ours) == outline(theirs) else "other frames kept"
 
 
 def _check_aliases(mutated: Sequence[int], inputs: Sequence[torch.Tensor]) -> None:

@@ -7,9 +7,10 @@ what the trace says about valid calls, so that any other call is refused rather 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from ..common.errors import one_line
-from ..common.host import FrameCache, Host
+from ..common.host import Host
 from ..common.inner_tensors import plain_names, plain_tensors
 from ..common.reason import ReasonCode, Unsupported
 from ..common.tensor_slots import Slot, tensor_slots
@@ -40,7 +41,7 @@ from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSp
 from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs, LiteralTensors
-from .frame_windows import TracedWindow
+from .frame_windows import TracedCells, TracedWindow, frame_writes, traced_window
 from .graph_request import GraphRequest
 from .low_rank import trace_branches
 from .weightless_copy import weightless_copy
@@ -99,26 +100,26 @@ class _PureRegion(nn.Module):
         functions: Callable[[], AbstractContextManager[Any]],
         operator_for: Callable[[str], Callable],
         has_maps: bool,
-        frame_cache: FrameCache | None,
+        window_of: Callable[[Mapping[str, Any]], TracedWindow | TracedCells | None],
     ) -> None:
         super().__init__()
-        hidden = region, put_weights, signature, context, functions, operator_for, has_maps, frame_cache
+        hidden = region, put_weights, signature, context, functions, operator_for, has_maps, window_of
         object.__setattr__(self, "hidden", hidden)
         object.__setattr__(self, "frames", "")  # what the latest run has left in its frame cache
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, put_weights, signature, make_context, functions, operator_for, has_maps, frame_cache = self.hidden
+        region, put_weights, signature, make_context, functions, operator_for, has_maps, window_of = self.hidden
         context = make_context()
         put_weights(weights)
         arguments = signature.fill(inputs)
-        window = TracedWindow.of(frame_cache, arguments)
+        window = window_of(arguments)
         with functions():
             given = arguments | window.arguments if window else arguments
             result = call_forward(region, given, context, operator_for)
         if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         if window:
-            writes, kept = window.writes(result)
+            writes, kept = frame_writes(window, result)
             object.__setattr__(self, "frames", writes.to_text())
         # Some blocks make their map contiguous at the end, which the next block would have to undo.
         result = pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
@@ -184,10 +185,8 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         with functions(has_maps), LiteralTensors(), host.traced_functions():
             yield
 
-    frame_cache = host.frame_cache(type(request.module))
-    pure = _PureRegion(
-        weightless, held.put, request.signature, context, around, host.operator_for, has_maps, frame_cache
-    )
+    window_of = partial(traced_window, weightless, host)
+    pure = _PureRegion(weightless, held.put, request.signature, context, around, host.operator_for, has_maps, window_of)
     auto = torch.export.Dim.AUTO
     rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
     ranks = [{0: rank} if is_factor(name) else None for name in held.names]
@@ -269,7 +268,11 @@ def _spec(
             InputSpec(tuple(_size(s) for s in t.shape), str(t.dtype), fmt, hints, symbolic)
             for t, fmt, hints, symbolic in zip(inputs, formats, request.hints, request.symbolic, strict=True)
         ),
-        guards=(*_guards(inputs), *(_index_limits(program, ranks) if request.device.type != "cpu" else ())),
+        guards=(
+            *_guards(inputs),
+            *_chunk_limits(request, inputs),
+            *(_index_limits(program, ranks) if request.device.type != "cpu" else ()),
+        ),
         mutated=mutated,
         outputs=tuple(_is_tensor(spec.arg) for spec in program.graph_signature.output_specs),
         tree=pytree.treespec_dumps(program.call_spec.out_spec),
@@ -282,6 +285,16 @@ def _size(size: int | torch.SymInt) -> int | str:
 
 def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in guard_expressions(inputs) if e != True))  # noqa: E712  sympy
+
+
+def _chunk_limits(request: GraphRequest, inputs: list[torch.Tensor]) -> tuple[str, ...]:
+    """Return guards against chunks of one frame. Tracing takes every symbol for 2 or more, and so drops the question
+    whether a chunk has the frames that the next one needs.
+    """
+    if not request.signature.has_cells:
+        return ()
+    frames = dict.fromkeys(str(_size(tensor.shape[2])) for tensor in inputs if tensor.ndim == 5)
+    return tuple(f"{size} >= 2" for size in frames if not size.isdigit())
 
 
 def _index_limits(program: torch.export.ExportedProgram, ranks: Set[Any] = frozenset()) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Traces and probes blocks of video VAEs that keep frames in a list (`identity.frame_window`)."""
+"""Traces and probes blocks of video VAEs that keep frames (`identity.frame_window`, `identity.frame_cells`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from ..common.host import FrameCache, Host
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree, without_fake_tensors
+from ..identity.call_signature import CELLS
+from ..identity.frame_cells import Cells, CellWindow
 from ..identity.frame_window import FrameWrites, Window, bind_read
 from .answered_values import unanswered
 from .weightless_copy import weightless_copy
@@ -31,8 +34,8 @@ class SeenCall:
 
     args: tuple
     kwargs: Mapping[str, Any]
-    window: Window | None = None
-    """The block's entries in the list of its call, if the block and the call keep frames."""
+    window: Window | CellWindow | None = None
+    """The block's entries in the list of its call, or its cells, if the block and the call keep frames."""
 
 
 def see(
@@ -45,7 +48,9 @@ def see(
     """
     names = host.frame_cache(type(block))
     if names is None:
-        return SeenCall(args, kwargs)
+        cells = Cells.of(block, host)
+        window = cells and CellWindow(cells)
+        return SeenCall(args, {**kwargs, **window.argument()}, window) if window else SeenCall(args, kwargs)
     bound = bind_read(type(block), args, kwargs)
     if bound.arguments.get(names.entries) is None:
         return SeenCall(bound.args, bound.kwargs)
@@ -62,24 +67,48 @@ class TracedWindow:
     """Takes the place of a call's list and cursor while a block is traced. Nothing else in the list can be reached."""
 
     def __init__(self, names: FrameCache, given: list[Any]) -> None:
-        self._given = list(given)
+        self.given = list(given)
         self._entries, self._cursor = _Entries(given), [_Place(0)]
         self.arguments = {names.entries: self._entries, names.cursor: self._cursor}
 
-    @classmethod
-    def of(cls, names: FrameCache | None, arguments: Mapping[str, Any]) -> TracedWindow | None:
-        """Return the window that a call's arguments hold; None if they hold none."""
-        given = arguments.get(names.entries) if names else None
-        return None if given is None else cls(names, given)
+    def left(self) -> tuple[list[Any], int]:
+        """Return the entries that the block has left, and how far it has moved the cursor."""
+        return self._entries.values(), _moved(self._cursor)
 
-    def writes(self, result: Any) -> tuple[FrameWrites, list[torch.Tensor]]:
-        """Return what a block that returned `result` has left, and the tensors to keep, with memory of their own.
 
-        An entry may be the last frames of a chunk. A view of it would keep the chunk alive.
-        """
-        left, moved = self._entries.values(), _moved(self._cursor)
-        writes, kept = FrameWrites.of(self._given, left, moved, result)
-        return writes, [tensor.clone() for tensor in kept]
+class TracedCells:
+    """The cells of a block that is traced, and what they are to hold before."""
+
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, cells: Cells, given: list[Any]) -> None:
+        self.given, self._cells = given, cells
+        cells.write(given)
+
+    def left(self) -> tuple[list[Any], int]:
+        """Return what the block has left in the cells, and empty them: what a trace leaves is of no use."""
+        left = self._cells.read()
+        self._cells.write([()] * len(left))
+        return left, 0
+
+
+def traced_window(block: nn.Module, host: Host, arguments: Mapping[str, Any]) -> TracedWindow | TracedCells | None:
+    """Return where a block that is traced keeps its frames; None if a call with these arguments keeps none."""
+    if CELLS in arguments:
+        cells = Cells.of(block, host)
+        return cells and TracedCells(cells, arguments[CELLS])
+    names = host.frame_cache(type(block))
+    given = arguments.get(names.entries) if names else None
+    return None if given is None else TracedWindow(names, given)
+
+
+def frame_writes(window: TracedWindow | TracedCells, result: Any) -> tuple[FrameWrites, list[torch.Tensor]]:
+    """Return what a block that returned `result` has left, and the tensors to keep, with memory of their own.
+
+    An entry may be the last frames of a chunk. A view of it would keep the chunk alive.
+    """
+    writes, kept = FrameWrites.of(window.given, *window.left(), result)
+    return writes, [tensor.clone() for tensor in kept]
 
 
 @dataclass(frozen=True, eq=False)

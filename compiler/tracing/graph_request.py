@@ -85,6 +85,23 @@ class GraphRequest:
         ]
         return cls._described(region.label, region.module, identity.fingerprint, identity.signature, inputs, device)
 
+    @classmethod
+    def of_chunk(
+        cls,
+        signature: CallSignature,
+        shapes: Sequence[Sequence[int]],
+        region: Region,
+        fingerprint: str,
+        device: torch.device,
+    ) -> GraphRequest:
+        """Return the request for calls of a block that keeps frames in cells, with all chunks like this one.
+
+        The picture's sides and the chunk's frames are symbols. How many frames the cells hold is fixed: what the code
+        does follows from it. So is the batch, which is one video: a step of noise is for one only.
+        """
+        inputs = _chunk_inputs(shapes)
+        return cls._described(region.label, region.module, fingerprint, signature.text, inputs, device)
+
     def note(self) -> dict[str, Any]:
         """Return the request without its module and device, as values that JSON can hold."""
         fields = {"region": self.region, "fingerprint": self.fingerprint, "signature": self.signature.text}
@@ -132,3 +149,32 @@ class GraphRequest:
             hints=tuple(hints for hints, _ in inputs),
             symbolic=tuple(symbolic for _, symbolic in inputs),
         )
+
+
+_CHUNKS = ((40, 56), (72, 104))
+"""Height and width by which chunks of videos are traced. They divide by 8."""
+
+
+def _chunk_inputs(shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    """Return example sizes for a chunk, which is the first input with 5 dimensions, and for what comes with it."""
+    chunk = next((shape for shape in shapes if len(shape) == 5), (1,) * 5)
+    height, width = next(sides for sides in _CHUNKS if not _are_alike(sides, chunk[2]))
+    inputs = []
+    for shape in shapes:
+        symbols = {2: chunk[2]} if shape is chunk and chunk[2] > 1 else {}
+        if len(shape) == 5:
+            symbols |= _in_proportion(3, shape, chunk, height) | _in_proportion(4, shape, chunk, width)
+        sizes = tuple(symbols.get(axis, size) for axis, size in enumerate(shape))
+        inputs.append((sizes, tuple(axis in symbols for axis in range(len(shape)))))
+    return inputs
+
+
+def _are_alike(sides: tuple[int, int], frames: int) -> bool:
+    """Whether a number of frames is also the side of a map, which may be several times as large as the chunk's."""
+    return any(side * factor == frames * 8 for side in sides for factor in (1, 2, 4, 8, 16, 32, 64))
+
+
+def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: int) -> dict[int, int]:
+    """Return the example size of a map's side: in the same proportion to the chunk's as in the call."""
+    own, other = shape[axis], chunk[axis]
+    return {axis: side * own // other} if own and other and side * own % other == 0 else {}

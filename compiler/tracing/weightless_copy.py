@@ -59,6 +59,8 @@ def _copy(module: nn.Module, host: Host, tensor: Callable, done: dict[int, nn.Mo
         if name != "forward" and (name in host.traced_attributes or not host.is_volatile(name))
     }
     copied.__dict__.update(attributes)
+    if host.frame_cells in module.__dict__:
+        copied.__dict__[host.frame_cells] = {}
     for group in ("_parameters", "_buffers"):
         tensors = {
             name: None if t is None else _replaced(module, name, t, host, tensor)

@@ -19,10 +19,10 @@ from ...common.host import Host
 from ...common.torch_compat import needs_values, pytree
 from ...tracing.answered_values import constant, with_answers
 from ...tracing.attention_op import opaque_attention
-from ...tracing.shape_discovery import ModelCall, Sizes
+from ...tracing.shape_discovery import LARGE, ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
 from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS, compute_dtype
-from .rules.frame_caches import keeps_frames
+from .rules.frame_caches import CELLS, keeps_frames
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
@@ -30,6 +30,9 @@ MASK = "attention_mask"
 LYRICS = "conditioning_lyrics"
 CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
 """Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
+VIDEO = {"decode": (16, 22, 38), "encode": (121, 704, 1216)}
+"""Frames, height and width of a video, of latents and of pixels, that VAEs with cells cut into chunks. How they do that
+depends on the GPU's memory."""
 TOKENS = "num_tokens"
 """Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
 
@@ -178,9 +181,13 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         channels, sides = vae.latent_channels, (sizes.height, sizes.width)
         if method == "encode":
             channels, sides = 3, [side * scale for side in sides]
-        for frames in CHUNKED[method] if keeps_frames(network) else [sizes.frames]:
-            area = (frames, *sides)[-dimensions:]
-            data = torch.empty((sizes.batch, channels, *area), dtype=vae.vae_dtype, device=vae.device)
+        batch, areas = sizes.batch, [(sizes.frames, *sides)]
+        if keeps_frames(network):
+            areas = [(frames, *sides) for frames in CHUNKED[method]]
+        elif any(CELLS in vars(module) for module in network.modules()):
+            batch, areas = 1, [*areas, *([VIDEO[method]] if sizes == LARGE else [])]
+        for area in areas:
+            data = torch.empty((batch, channels, *area[-dimensions:]), dtype=vae.vae_dtype, device=vae.device)
             getattr(type(network), method)(network, data)
 
     return call

@@ -1,6 +1,6 @@
-"""By which arguments the blocks of Wan's video VAEs keep frames between the chunks of a video.
+"""Where the blocks of video VAEs keep frames between the chunks of a video.
 
-These are also the VAEs of Qwen-Image and Anima.
+Those of Wan, Qwen-Image and Anima are given a list and a cursor. Those of LTX keep them in their modules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from torch import nn
 from ....common.host import FrameCache
 from ....identity.call_signature import forward_signature
 
+CELLS = "temporal_cache_state"
+"""The attribute of `comfy.ldm.lightricks.vae.causal_conv3d.CausalConv3d` and others."""
 _CACHE = FrameCache(entries="feat_cache", cursor="feat_idx")
 
 

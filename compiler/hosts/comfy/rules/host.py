@@ -96,6 +96,7 @@ class ComfyHost(Host):
     }
     layer_modules = ("comfy.ops",)
     traced_attributes = frozenset({"comfy_cast_weights"})  # set on single layers by a node that chooses the dtype
+    frame_cells = frame_caches.CELLS
     weights_say_device = False
     infrastructure = (
         "comfy.model_management",
@@ -113,7 +114,7 @@ class ComfyHost(Host):
 
     def is_volatile(self, name: str) -> bool:
         """A newer core notes on every module what dtype each of its tensors had in the file."""
-        return name in self.volatile_attributes or name.endswith("_comfy_model_dtype")
+        return super().is_volatile(name) or name.endswith("_comfy_model_dtype")
 
     def weight_dtype(self, layer: nn.Module, name: str, tensor: torch.Tensor) -> torch.dtype:
         """A file's dtype can differ from the model's: `ModelPatcherDynamic.load` casts layer by layer."""

@@ -161,7 +161,19 @@ LTXV = {
                        ["res_x", {"num_layers": 2}]],
 }  # fmt: skip
 
+DEEP_LTXV = LTXV | {
+    "timestep_conditioning": True, "encoder_base_channels": 16, "decoder_base_channels": 16,
+    "encoder_blocks": [["res_x", {"num_layers": 1}], ["compress_space_res", {"multiplier": 2}],
+                       ["res_x", {"num_layers": 2}], ["compress_time_res", {"multiplier": 2}],
+                       ["res_x", {"num_layers": 1}], ["compress_all_res", {"multiplier": 2}]],
+    "decoder_blocks": [["res_x", {"num_layers": 1}], ["compress_all", {"residual": True, "multiplier": 2}],
+                       ["res_x", {"num_layers": 2}], ["compress_time", {"multiplier": 2}],
+                       ["res_x", {"num_layers": 1}], ["compress_space", {"multiplier": 2}],
+                       ["res_x", {"num_layers": 1}]],
+}  # fmt: skip
+"""Each sort of block that later LTX models have, few of each."""
 NOISY_LTXV = LTXV | {"decoder_blocks": [["res_x", {"num_layers": 2, "inject_noise": True}]]}
+LTXVS = {"ltxv": LTXV, "deep_ltxv": DEEP_LTXV, "noisy_ltxv": NOISY_LTXV}
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +193,7 @@ def load_vae() -> Callable[..., Any]:
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if name != "kl":
                 _narrow(patch)
-            ltxv = {"ltxv": LTXV, "noisy_ltxv": NOISY_LTXV}.get(name)
+            ltxv = LTXVS.get(name)
             metadata = {"metadata": {"config": json.dumps({"vae": ltxv})}} if ltxv else {}
             return comfy.sd.VAE(sd=change(weights(name, seed)), dtype=dtype, **metadata)
 
@@ -200,10 +212,10 @@ def _network(name: str) -> torch.nn.Module:
     if name == "hunyuan_video":
         config = KL | NARROW | {"z_channels": 16, "conv3d": True, "time_compress": 4}
         return AutoencoderKL(ddconfig=config, embed_dim=16)
-    if name in ("ltxv", "noisy_ltxv"):
+    if name in LTXVS:
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
-        return VideoVAE(config=LTXV if name == "ltxv" else NOISY_LTXV)
+        return VideoVAE(config=LTXVS[name])
     temporal = {"attn_scales": [], "temperal_downsample": [False, True, True], **NARROW_WAN}
     if name == "wan":
         from comfy.ldm.wan.vae import WanVAE

@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import cache
 from types import MethodType
 
+import comfy.ldm.lightricks.vae.causal_video_autoencoder as causal_video_autoencoder
 import comfy.model_management
 import comfy.sd
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import process
+from compiled_graphs.compiler.hosts.comfy import process, synthetic_calls
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.storage.trust import Trust
@@ -328,6 +329,87 @@ def test_a_graph_that_fails_in_the_middle_of_a_video_leaves_the_list_to_eager(lo
         raise RuntimeError("no such kernel")
 
     spoil(registry, fail)
+    assert_same(decode(compiled, samples), decode(vae, samples))
+
+
+@pytest.fixture
+def short_chunks(monkeypatch) -> None:
+    """Let LTX's VAEs cut small videos into chunks as they cut large ones."""
+    if not hasattr(causal_video_autoencoder, "get_max_chunk_size"):
+        pytest.skip("this ComfyUI has VAEs of LTX that do not cut videos into chunks")
+    monkeypatch.setattr(causal_video_autoencoder, "get_max_chunk_size", lambda device: 100_000)
+    monkeypatch.setitem(synthetic_calls.VIDEO, "decode", (9, 4, 4))
+
+
+def decode_both(compiled, vae, samples: torch.Tensor) -> None:
+    """Decode by graphs and without them. VAEs with a step of noise draw random numbers first."""
+    torch.manual_seed(1)
+    ours = decode(compiled, samples)
+    torch.manual_seed(1)
+    assert_same(ours, decode(vae, samples))
+
+
+@pytest.mark.parametrize("name", ["ltxv", "deep_ltxv"])
+def test_chunks_whose_frames_stay_in_modules_are_compiled(name, load_vae, registry, short_chunks):
+    vae = load_vae(name)
+    compiled, text = compile_eager(vae)
+    assert "normal speed" not in text
+    with totals.expect(compiles=0, retired=0):
+        decode_both(compiled, vae, latent(vae, 1, 4, 4, (9,)))
+    for frames, height, width in [(9, 3, 4), (2, 4, 4), (6, 4, 6), (1, 4, 4)]:  # other chunks, and a single one
+        samples = latent(vae, 1, height, width, (frames,))
+        decode_both(compiled, vae, samples)
+        with totals.expect(compiles=0, verifications=0, retired=0):
+            decode_both(compiled, vae, samples)
+    assert reasons(registry) == {}
+    assert not any(vars(module).get("temporal_cache_state") for module in compiled.first_stage_model.modules())
+
+
+def test_chunks_are_encoded_by_graphs_whose_frames_stay_in_modules(load_vae, registry, short_chunks, monkeypatch):
+    monkeypatch.setattr(synthetic_calls, "VIDEO", {"decode": (1, 4, 4), "encode": (17, 64, 64)})
+    vae = load_vae("deep_ltxv")
+    compiled, _ = compile_eager(vae, encode=True)
+    for frames, height in [(17, 64), (1, 64), (25, 128)]:
+        video = pixels(frames, height, 64)
+        assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
+def test_graphs_whose_frames_stay_in_modules_are_saved_and_loaded(load_vae, registry, short_chunks, monkeypatch):
+    vae = load_vae("ltxv")
+    samples = latent(vae, 1, 4, 4, (9,))
+    stored = read_back(compile_eager(vae)[0])
+    registry = restart(monkeypatch)
+    with totals.expect(compiles=0, retired=0):
+        compiled, text = compile_eager(vae, None, graphs=stored, source="x")
+        assert " loaded from x (" in text
+        decode_both(compiled, vae, samples)
+    assert reasons(registry) == {}
+
+
+def test_a_graph_that_leaves_wrong_frames_in_modules_is_retired(load_vae, registry, short_chunks):
+    vae = load_vae("ltxv")
+    compiled, _ = compile_eager(vae)
+    for entry in registry.cache._entries.values():
+        if '"kept"' in entry.graph.spec.frames:
+            entry.graph = replace(entry.graph, executable=with_wrong_frames(entry.graph.executable))
+    samples = latent(vae, 1, 4, 4, (9,))
+    before = totals.retired
+    for _ in range(2):
+        assert_same(decode(compiled, samples), decode(vae, samples), BOUND / 100)
+    assert totals.retired > before
+    assert all("failed its check: relative error" in reason for reason in reasons(registry))
+
+
+def test_a_graph_that_fails_in_the_middle_of_a_video_leaves_the_modules_to_eager(load_vae, registry, short_chunks):
+    vae = load_vae("ltxv")
+    compiled, _ = compile_eager(vae, verify=False)
+
+    def fail(output):
+        raise RuntimeError("no such kernel")
+
+    spoil(registry, fail)
+    samples = latent(vae, 1, 4, 4, (9,))
     assert_same(decode(compiled, samples), decode(vae, samples))
 
 

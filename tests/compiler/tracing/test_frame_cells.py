@@ -1,0 +1,215 @@
+"""Blocks whose modules keep frames, each thread's apart."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.runtime.random_check import CheckResult, check_graphs
+from compiled_graphs.compiler.tracing.graph_request import _chunk_inputs
+from networks import compile_network
+from torch import nn
+
+WIDTH = 2
+
+
+class KeepingHost(Host):
+    frame_cells = "kept"
+
+
+class Causal(nn.Module):
+    """Convolves over time, from two frames of the chunk before."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(WIDTH, WIDTH, (3, 1, 1))
+        self.kept = {}
+
+    def forward(self, x):
+        thread = threading.get_ident()
+        before, is_last = self.kept.get(thread, (None, False))
+        x = torch.cat([x[:, :, :1].repeat(1, 1, 2, 1, 1) if before is None else before, x], dim=2)
+        self.kept[thread] = (None, True) if is_last else (x[:, :, -2:], False)
+        return self.conv(x)
+
+
+class Waits(Causal):
+    """Hands on what it has, once that is three frames."""
+
+    def forward(self, x):
+        thread = threading.get_ident()
+        before = self.kept.pop(thread, None)
+        x = x if before is None else torch.cat([before, x], dim=2)
+        if x.shape[2] < 3:
+            self.kept[thread] = x
+            return None
+        return self.conv(x)
+
+
+class LeavesANumber(Causal):
+    def forward(self, x):
+        self.kept[threading.get_ident()] = 0.5
+        return self.conv(torch.cat([x, x, x], dim=2))
+
+
+class LeavesAName(Causal):
+    def forward(self, x):
+        self.kept["name"] = x
+        return self.conv(torch.cat([x, x, x], dim=2))
+
+
+class Block(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.one, self.other = inner(), inner()
+
+    def forward(self, x):
+        x = self.one(x)
+        return None if x is None else self.other(torch.relu(x))
+
+
+class Network(nn.Module):
+    def __init__(self, inner=Causal, blocks=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(inner) for _ in range(blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x is None:
+                return None
+        return x
+
+
+def video(network, lengths=(4, 3, 3), size=(1, 5, 6), ends=True, seed=0):
+    """What a network makes of chunks of a video; then its modules keep nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, height, width = size
+    results = []
+    for number, length in enumerate(lengths):
+        if ends and number == len(lengths) - 1:
+            for module in network.modules():
+                if isinstance(module, Causal):
+                    before, _ = module.kept.get(threading.get_ident(), (None, False))
+                    module.kept[threading.get_ident()] = before, True
+        results.append(network(torch.randn(batch, WIDTH, length, height, width, generator=generator)))
+    for module in network.modules():
+        if isinstance(module, Causal):
+            module.kept.pop(threading.get_ident(), None)
+    return results
+
+
+def compiled(network, registry, ends=True, **options):
+    def probe(weightless, at):
+        video(weightless, (at.frames,) * 3, (1, at.height, at.width), ends)
+
+    return compile_network(network, registry, host=KeepingHost(), probe=probe, **options)
+
+
+def assert_equal(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        if other is None:
+            assert one is None
+        else:
+            torch.testing.assert_close(one, other)
+
+
+def eager(network, *arguments, **options):
+    """What the network's own code makes of a video."""
+    return video(network.original, *arguments, **options)
+
+
+@pytest.fixture
+def network():
+    network = Network()
+    object.__setattr__(network, "original", Network())
+    network.original.load_state_dict(network.state_dict())
+    return network
+
+
+def test_chunks_of_a_video_are_served_at_every_length_and_size(network, registry):
+    made = compiled(network, registry)
+    assert len(made.graphs()) == 3  # a first chunk, one in the middle, a last one
+    with totals.expect(compiles=0, retired=0):
+        for lengths, size in [((4, 3, 3), (1, 5, 6)), ((9, 2, 7, 5), (1, 3, 3)), ((2, 2), (1, 8, 1))]:
+            for _ in range(2):  # the first call of each graph is checked
+                assert_equal(video(network, lengths, size), eager(network, lengths, size))
+    assert made.counters.eager_calls == {}
+
+
+def test_other_states_get_graphs_when_they_come(network, registry):
+    """A video of one chunk, chunks of one frame, and two videos at once are others. Later ones of these need none."""
+    made = compiled(network, registry)
+    others = [((5,), (1, 5, 6)), ((1, 1, 1), (1, 5, 6)), ((4, 4, 4), (2, 5, 6))]
+    for lengths, size in others:
+        assert_equal(video(network, lengths, size), eager(network, lengths, size))
+    with totals.expect(compiles=0, retired=0):
+        for lengths, size in others:
+            assert_equal(video(network, lengths, size, seed=1), eager(network, lengths, size, seed=1))
+    assert made.counters.eager_calls == {}
+
+
+def test_what_other_threads_keep_stays(network, registry):
+    compiled(network, registry)
+    module = network.blocks[0].one
+    module.kept[-1] = "theirs"
+    assert_equal(video(network), eager(network))
+    assert module.kept == {-1: "theirs"}
+
+
+def test_a_block_may_return_nothing_and_keep_what_it_was_given(registry):
+    network, plain = Network(Waits), Network(Waits)
+    plain.load_state_dict(network.state_dict())
+    made = compiled(network, registry, ends=False)
+    for _ in range(2):
+        lengths = (1, 1, 2, 4, 2, 3)
+        assert_equal(video(network, lengths, ends=False), video(plain, lengths, ends=False))
+    assert made.counters.eager_calls == {}
+
+
+def test_frames_that_are_kept_do_not_keep_their_chunk(network, registry):
+    compiled(network, registry, verify=False)
+    network(torch.randn(1, WIDTH, 7, 5, 6))
+    kept = [frames for module in network.modules() for frames, _ in getattr(module, "kept", {}).values()]
+    assert len(kept) == 4
+    assert all(frames.untyped_storage().nbytes() == frames.nbytes for frames in kept)
+
+
+@pytest.mark.parametrize("inner", [LeavesANumber, LeavesAName])
+def test_modules_that_keep_something_else_are_eager(inner, registry):
+    network, plain = Network(inner), Network(inner)
+    plain.load_state_dict(network.state_dict())
+    made = compiled(network, registry, ends=False)
+    for _ in range(2):
+        assert_equal(video(network, ends=False), video(plain, ends=False))
+    assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
+
+
+def test_each_graph_is_compared_on_random_frames(network, registry):
+    made = compiled(network, registry)
+    results = check_graphs(made)
+    assert len(results) == 3
+    assert set(results.values()) == {CheckResult()}
+
+
+def test_a_map_keeps_its_proportion_to_the_chunk():
+    shapes = [(2, 8, 7, 10, 6), (2, 8, 2, 20, 12), (2, 8, 1, 5, 3), (2,)]
+    (chunk, symbols), (wide, of_wide), (narrow, _), step = _chunk_inputs(shapes)
+    height, width = chunk[3:]
+    assert chunk == (2, 8, 7, height, width)
+    assert symbols == (False, False, True, True, True)
+    assert wide == (2, 8, 2, 2 * height, 2 * width)
+    assert of_wide == (False, False, False, True, True)
+    assert narrow[3:] == (height // 2, width // 2)
+    assert step == ((2,), (False,))
+
+
+@pytest.mark.parametrize("frames", [2, 5, 9, 20, 40, 56, 72, 80, 104])
+def test_no_two_sizes_of_a_chunk_are_alike(frames):
+    """Tracing takes equal sizes for one."""
+    ((chunk, _),) = _chunk_inputs([(1, 8, frames, 11, 13)])
+    assert len({*chunk[2:]}) == 3
