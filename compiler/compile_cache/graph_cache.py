@@ -157,11 +157,11 @@ class GraphCache:
         """Without `workers`, this process compiles everything."""
         self.store = store
         self.workers = workers
-        self.renewals = Renewals(store)
         self.on_change: Callable[[], None] = lambda: None
         """Called, on any thread, when graphs come or go. Must return at once."""
         self._claims: dict[str, threading.Lock] = {}
         self._jobs = jobs or CompileJobs()
+        self.renewals = Renewals(store, self._jobs)
         self._entries: OrderedDict[tuple[str, str], CacheEntry] = OrderedDict()
         """By key and device: GPUs of a kind share a graph, and each loads it and has it checked for itself."""
         self._lock = threading.RLock()

@@ -11,10 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from typing import Protocol
 
 from ..backends.base import GiveWay, at_once
 from ..common.errors import one_line
+from ..common.jobs import CompileJobs
 from ..identity.graph_spec import CompiledGraph
 from ..storage.base import Store
 from ..storage.graph_file import StoredGraph
@@ -40,10 +42,11 @@ class Ran(Protocol):
 class Renewals:
     """The graphs of a store that have run, each until its bytes were looked at."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, jobs: CompileJobs) -> None:
         self.give_way: GiveWay = at_once
         """Called before each graph on a thread of this object's own. It returns when nobody waits for that thread."""
         self._store = store
+        self._jobs = jobs
         self._ran: deque[Ran] = deque()
         self._background = Background()
         self._lock = threading.Lock()
@@ -80,6 +83,13 @@ class Renewals:
             return True
 
     def _renew(self, entry: Ran) -> None:
+        # A compile changes the same settings of torch as the saving of an artifact does.
+        job = partial(self._jobs.run, f"renew {entry.graph.spec.region}")
+        if not job(entry.graph.has_grown):  # the store need not be read
+            return
         stored = self._store.own(entry.graph.key)
-        if stored is not None and entry.graph.has_grown(stored.executable) and not entry.is_out:
-            self._store.replace(StoredGraph.of(entry.graph))
+        if stored is None or not job(partial(entry.graph.has_grown, stored.executable)):
+            return
+        newer = job(partial(StoredGraph.of, entry.graph))
+        if not entry.is_out:
+            self._store.replace(newer)

@@ -219,8 +219,11 @@ class CompiledGraph(GraphIdentity):
         """Whether its executable's bytes grow while it is used. Bytes that were written earlier may be out of date."""
         return hasattr(self.executable, "has_grown")
 
-    def has_grown(self, data: bytes) -> bool:
-        """Return whether its executable's bytes hold more by now than these, which were written earlier."""
+    def has_grown(self, data: bytes | None = None) -> bool:
+        """Return whether its executable's bytes hold more by now than these, which were written earlier.
+
+        By default these are the bytes that it was loaded from.
+        """
         return self.grows and self.executable.has_grown(data)
 
     def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

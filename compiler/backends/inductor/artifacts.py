@@ -69,10 +69,14 @@ class Artifact:
                 archive.writestr(zipfile.ZipInfo(self._CHOICES), choices.to_bytes(made))
         return buffer.getvalue()
 
-    def has_grown(self, data: bytes) -> bool:
-        """Return whether kernels have made choices that these bytes of the artifact lack."""
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return not self._choices().keys() <= self._choices_in(archive).keys()
+    def has_grown(self, data: bytes | None = None) -> bool:
+        """Return whether kernels have made choices that these bytes lack, by default those that were loaded."""
+        if data is None:
+            known = self._brought
+        else:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                known = self._choices_in(archive)
+        return not self._choices().keys() <= known.keys()
 
     def _choices(self) -> dict[str, str]:
         """Return the choices of its kernels. Those that it brought stay, or machines would replace each other's."""

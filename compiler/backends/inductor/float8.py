@@ -49,8 +49,8 @@ class Float8Executable:
     def to_bytes(self) -> bytes:
         return bytes([self.precision is not None]) + self._executable.to_bytes()
 
-    def has_grown(self, data: bytes) -> bool:
-        return self._executable.has_grown(data[1:])
+    def has_grown(self, data: bytes | None = None) -> bool:
+        return self._executable.has_grown(None if data is None else data[1:])
 
 
 class Float8Backend(InductorBackend):

@@ -123,9 +123,9 @@ class OneFlowExecutable:
     def to_bytes(self) -> bytes:
         return self._data if self._engine is None else self._engine.data(self._name)
 
-    def has_grown(self, data: bytes) -> bool:
-        """Return whether these bytes are out of date. Each new size adds a compiled job."""
-        return self.to_bytes() != data
+    def has_grown(self, data: bytes | None = None) -> bool:
+        """Return whether these bytes, by default those it was made of, lack jobs. Each new size adds one."""
+        return self.to_bytes() != (self._data if data is None else data)
 
 
 class OneFlowBackend:

@@ -10,6 +10,7 @@ import fsspec
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
+from compiled_graphs.compiler.common.jobs import CompileJobs
 from compiled_graphs.compiler.compile_cache import renewals as renewals_module
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.renewals import Renewals
@@ -32,8 +33,8 @@ CHOICE = b"choice"
 class Learner:
     """An executable that knows more after its first call."""
 
-    def __init__(self, inner, learned=b""):
-        self.inner, self.learned = inner, learned
+    def __init__(self, inner, loaded=b""):
+        self.inner, self.loaded, self.learned = inner, loaded, loaded
 
     def __call__(self, *tensors):
         self.learned = CHOICE
@@ -42,8 +43,8 @@ class Learner:
     def to_bytes(self):
         return self.inner.to_bytes() + self.learned
 
-    def has_grown(self, data):
-        return bool(self.learned) and not data.endswith(self.learned)
+    def has_grown(self, data=None):
+        return not (self.loaded if data is None else data).endswith(self.learned)
 
 
 class LearningBackend(EagerBackend):
@@ -69,8 +70,8 @@ def spec(store):
 @pytest.fixture
 def entry(spec):
     """A graph that has run and learned something since it was stored."""
-    inner = SimpleNamespace(to_bytes=lambda: b"code")
-    graph = CompiledGraph(KEY, "ab", "[]", "eager", {}, spec, Learner(inner, CHOICE))
+    graph = CompiledGraph(KEY, "ab", "[]", "eager", {}, spec, Learner(SimpleNamespace(to_bytes=lambda: b"code")))
+    graph.executable.learned = CHOICE
     return SimpleNamespace(graph=graph, is_out=False)
 
 
@@ -81,7 +82,7 @@ def put(store, entry):
 
 def renewed(store, entry):
     """Return the bytes in a store after the graph was looked at."""
-    renewals = Renewals(store)
+    renewals = Renewals(store, CompileJobs())
     renewals.note([entry])
     renewals.finish()
     stored = store.get(entry.graph.key)
@@ -189,6 +190,16 @@ def test_a_graph_that_was_wrong_does_not_replace_the_one_that_came_after_it(stor
     assert renewed(store, entry) == b"code"
 
 
+def test_what_was_loaded_with_all_it_knows_is_not_read_again(run, store, monkeypatch):
+    cache = GraphCache(store)
+    run(cache)
+    cache.renewals.finish()
+    monkeypatch.setattr(FolderStore, "own", lambda *args: pytest.fail("it was read"))
+    again = GraphCache(store)
+    assert run(again).counters.from_disk
+    again.renewals.finish()
+
+
 def test_an_entry_of_another_signer_stays_his(store, entry, tmp_path):
     """Others may trust him and not this machine."""
     pytest.importorskip("cryptography")
@@ -215,10 +226,11 @@ def test_a_store_that_cannot_be_written_to_stays_as_it_is(store, entry, monkeypa
 
 
 def test_bytes_that_cannot_be_made_leave_the_others_their_turn(store, entry, spec, caplog):
-    broken = SimpleNamespace(graph=replace(entry.graph, key="f" * 64, executable=Learner(None, CHOICE)), is_out=False)
+    broken = SimpleNamespace(graph=replace(entry.graph, key="f" * 64, executable=Learner(None)), is_out=False)
+    broken.graph.executable.learned = CHOICE
     put(store, entry)
     assert store.put(StoredGraph("f" * 64, "ab", "[]", "eager", {}, spec, b"code"))
-    renewals = Renewals(store)
+    renewals = Renewals(store, CompileJobs())
     renewals.note([broken, entry])
     with caplog.at_level("INFO"):
         renewals.finish()

@@ -132,8 +132,12 @@ def test_bytes_are_out_of_date_once_a_kernel_has_chosen(machine):
     assert not compiled.has_grown(before)
     choose(saved)
     assert compiled.has_grown(before)
+    assert compiled.has_grown()
     assert not compiled.has_grown(compiled.to_bytes())
+    assert not Artifact.load(compiled.to_bytes(), DEVICE).has_grown()
+    assert Artifact.load(before, DEVICE).has_grown()
     rounded = Float8Executable(compiled, is_rounded=True)
+    assert rounded.has_grown()
     assert rounded.has_grown(b"\1" + before)
     assert not rounded.has_grown(rounded.to_bytes())
 
