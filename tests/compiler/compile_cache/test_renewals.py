@@ -22,7 +22,7 @@ from compiled_graphs.compiler.storage.graph_file import StoredGraph
 from compiled_graphs.compiler.storage.signers import Signer, fingerprint
 from compiled_graphs.compiler.storage.store import FolderStore, UrlStore
 from compiled_graphs.compiler.storage.trust import Trust
-from networks import ConvolutionNetwork, compile_network, said, sizes
+from networks import compile_network, said, sizes, transformer
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -63,7 +63,7 @@ def store(tmp_path):
 @pytest.fixture
 def spec(store):
     """The spec of a real graph."""
-    compiled = compile_network(ConvolutionNetwork(), Registry(GraphCache(store)))
+    compiled = compile_network(transformer(), Registry(GraphCache(store)))
     return compiled.graphs()[0].spec
 
 
@@ -94,7 +94,7 @@ def run():
     """Call a network as its host does. Returns the compiled model."""
 
     def run(cache, backend=None, calls=1):
-        network = ConvolutionNetwork()
+        network = transformer()
         compiled = compile_network(network, Registry(cache), backend or LearningBackend())
         for block in network.blocks:
             block.__dict__.pop("forward", None)
@@ -151,7 +151,7 @@ def test_each_graph_is_looked_at_once(run, store, monkeypatch):
 
 
 def test_a_check_at_small_sizes_is_no_first_call(store):
-    cache, network = GraphCache(store), ConvolutionNetwork()
+    cache, network = GraphCache(store), transformer()
     compiled = compile_network(network, Registry(cache), LearningBackend())
     assert set(check_graphs(compiled).values()) == {CheckResult()}
     cache.renewals.finish()
@@ -243,7 +243,7 @@ def test_networks_compute_the_same_after_a_renewal(run, store):
     cache = GraphCache(store)
     run(cache)
     cache.renewals.finish()
-    network = ConvolutionNetwork()
+    network = transformer()
     inputs = network.inputs(sizes())
     expected = network(*inputs)
     compile_network(network, Registry(GraphCache(store)), LearningBackend(), verify=False)
