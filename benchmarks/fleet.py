@@ -195,7 +195,7 @@ def serve(options):
 
         def __init__(self, backend):
             self.backend, self.name = backend, backend.name
-            self.capture_context, self.rounds, self.grows = backend.capture_context, False, False
+            self.capture_context, self.rounds = backend.capture_context, False
 
         def __getattr__(self, name):
             return getattr(self.backend, name)

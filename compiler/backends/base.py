@@ -28,10 +28,10 @@ class Backend(Protocol):
     name: str
     capture_context: Callable[[], AbstractContextManager[None]] | None
     """The context to enter while a CUDA graph captures its executables. None if they cannot be captured."""
+    trial_context: Callable[[], AbstractContextManager[None]]
+    """The context to enter around calls at sizes that nobody uses. What it finds out by timing there is not kept."""
     rounds: bool
     """Whether it rounds the products of large layers itself, which adds nothing where weights are quantised."""
-    grows: bool
-    """Whether an executable's bytes grow while it is used. Bytes that were written earlier are then out of date."""
 
     def available(self, device: torch.device) -> str | None:
         """Return None, or one sentence that says what this device lacks and how to get it."""

@@ -42,6 +42,7 @@ from ..tracing.graph_request import GraphRequest
 from ..tracing.operators import register_operators
 from ..tracing.side_effects import turns, untouched
 from .key import environment
+from .renewals import Renewals
 from .worker_pool import WorkerError, Workers
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class CacheEntry:
     """Why the graph must not be used with some patches, by their names."""
     timing: Timing | None = None
     """How long its region takes with it and eagerly, once it was checked."""
+    has_run: bool = False
+    """Whether it has served in a call of a network."""
     is_preloaded: bool = False
     """Whether it was loaded before anybody asked for it, and nobody has asked since."""
 
@@ -158,6 +161,7 @@ class GraphCache:
         """Called, on any thread, when graphs come or go. Must return at once."""
         self._claims: dict[str, threading.Lock] = {}
         self._jobs = jobs or CompileJobs()
+        self.renewals = Renewals(store, self._jobs)
         self._entries: OrderedDict[tuple[str, str], CacheEntry] = OrderedDict()
         """By key and device: GPUs of a kind share a graph, and each loads it and has it checked for itself."""
         self._lock = threading.RLock()
@@ -332,6 +336,13 @@ class GraphCache:
         by.counters.add("from_file")
         by.counters.add("seconds", seconds)
         return self._keep(graph, "file", seconds, len(stored.executable))
+
+    def note_run(self, entries: Iterable[CacheEntry]) -> None:
+        """Take note of graphs that have served in a call of a network."""
+        new = [entry for entry in entries if not entry.has_run]
+        for entry in new:
+            entry.has_run = True
+        self.renewals.note(new)
 
     def evict(self, entry: CacheEntry) -> None:
         """Remove a wrong graph from memory and from the store. The next request for it compiles it again."""

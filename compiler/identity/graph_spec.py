@@ -214,6 +214,18 @@ class CompiledGraph(GraphIdentity):
         """The dtype that the graph computes in, if that is coarser than its inputs. Otherwise None."""
         return getattr(self.executable, "precision", None)
 
+    @property
+    def grows(self) -> bool:
+        """Whether its executable's bytes grow while it is used. Bytes that were written earlier may be out of date."""
+        return hasattr(self.executable, "has_grown")
+
+    def has_grown(self, data: bytes | None = None) -> bool:
+        """Return whether its executable's bytes hold more by now than these, which were written earlier.
+
+        By default these are the bytes that it was loaded from.
+        """
+        return self.grows and self.executable.has_grown(data)
+
     def __call__(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the region's output tensors, in the order of `spec.outputs`."""
         return self.executable(*weights, *inputs)

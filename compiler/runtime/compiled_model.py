@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Set
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -125,6 +126,7 @@ class CompiledModel:
     def note_call(self, call: RunningCall) -> None:
         """Take note of a call of the network that has ended."""
         self._canary.note(call)
+        self._cache.note_run(call.entries)
 
     def on_cache_miss(self, kind: RegionKind, miss: Miss, call: RunningCall | None) -> Reason | None:
         """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
@@ -197,6 +199,10 @@ class CompiledModel:
         timings = [(kind.blocks, [entry.timing for entry in kind.graphs]) for kind in kinds if kind.graphs]
         called = next(reversed(self.pace.figures()), None)
         return gain(timings, called, replays=self.counters.replays > 0)
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Enter around calls of its graphs at sizes that nobody uses."""
+        return self._kinds.target.backend.trial_context()
 
     @property
     def device(self) -> torch.device:

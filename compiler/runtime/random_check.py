@@ -43,7 +43,7 @@ class CheckResult:
 def check_graphs(compiled: CompiledModel, seed: int = 0) -> dict[str, CheckResult]:
     """Run each graph of a model once, and return the results by key."""
     results: dict[str, CheckResult] = {}
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), compiled.trial():
         for region, entry in compiled.graphs_by_region():
             if entry.graph.key not in results:
                 generator = torch.Generator().manual_seed(seed)

@@ -40,6 +40,14 @@ class Store(Protocol):
 
     def put(self, graph: StoredGraph) -> bool: ...
 
+    def own(self, key: str) -> StoredGraph | None:
+        """Return a graph that was signed with this machine's key, or None. That is no use of it."""
+        ...
+
+    def replace(self, graph: StoredGraph) -> None:
+        """Write a graph that the store has. Raises OSError, GraphFileError and UnusableKey, and the old one stays."""
+        ...
+
     def keys(self) -> set[str]:
         """Return the keys of all graphs, or of none if the place cannot be listed."""
         ...

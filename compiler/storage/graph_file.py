@@ -157,6 +157,12 @@ def read_signature(source: bytes | BinaryIO) -> Signature | None:
     return header.maker
 
 
+def is_signed_by(source: bytes | BinaryIO, trust: Trust) -> bool:
+    """Whether a file was signed with a machine's own key. Raises as `read_signature` does."""
+    header = _read_header(_as_file(source))
+    return trust.signed(header.manifest.encode(), header.signature)
+
+
 def read_graphs(
     source: bytes | BinaryIO, trust: Trust, is_wanted: Callable[[Entry], bool] = lambda entry: True
 ) -> list[StoredGraph]:

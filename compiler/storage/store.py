@@ -22,7 +22,7 @@ from ..common.errors import printable
 from ..common.files import PARTIAL_AGE, STORE, is_partial, open_regular, write_whole
 from .base import StoreEntry
 from .claims import claimed
-from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, read_graphs, write_graphs
+from .graph_file import MAX_FILE, SUFFIX, GraphFileError, StoredGraph, is_signed_by, read_graphs, write_graphs
 from .private_files import UnusableKey
 from .signers import Signature
 from .trust import Trust
@@ -115,6 +115,19 @@ class _Store(ABC):
         with suppress(OSError):  # some places can be written but not listed
             self.shrink(self.limit, keep=name)
         return True
+
+    def own(self, key: str) -> StoredGraph | None:
+        """Return a graph that was signed with this machine's key, or None. That is no use of it."""
+        try:
+            with self.open(_checked(f"{key}{SUFFIX}", _GRAPH_NAME)) as file:
+                graphs = read_graphs(file, self._trust) if is_signed_by(file, self._trust) else []
+        except (OSError, GraphFileError, UnusableKey):
+            return None
+        return next((graph for graph in graphs if graph.key == key), None)
+
+    def replace(self, graph: StoredGraph) -> None:
+        """Write a graph that the store has. Raises OSError, GraphFileError and UnusableKey, and the old one stays."""
+        self._write(_checked(f"{graph.key}{SUFFIX}", _GRAPH_NAME), write_graphs([graph], self._trust))
 
     def discard(self, key: str) -> bool:
         """Remove a graph that has turned out to be wrong, and return whether it is gone."""

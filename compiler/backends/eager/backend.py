@@ -38,9 +38,8 @@ class EagerBackend:
     """Satisfies `Backend`."""
 
     name = "eager"
-    capture_context = nullcontext
+    capture_context = trial_context = nullcontext
     rounds = False
-    grows = False
 
     def available(self, device: torch.device) -> str | None:
         return None

@@ -36,6 +36,14 @@ class ArtifactContent:
         pickled = pickle.loads(reader.read_bytes())
         return cls(version, pickled, list({id(graph): graph for graph in _graphs_in(pickled)}.values()))
 
+    def timed_kernels(self) -> Iterator[Any]:
+        """Yield the kernels that have several forms (CachingAutotuner)."""
+        for graph in self.graphs:
+            bundle = graph._triton_bundle
+            for launcher in bundle.static_autotuners if bundle is not None else ():
+                if len(launcher.kernel.compile_results) > 1:
+                    yield launcher.kernel
+
     def to_bytes(self) -> bytes:
         writer = BytesWriter.get()()
         for part in (_HEADER, self.version, pickle.dumps(self.pickled)):

@@ -10,15 +10,17 @@ import platform
 import tempfile
 import zipfile
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ...common.torch_compat import CompiledArtifact, aoti_compile_and_package, aoti_load_package, standalone_compile
 from ...tracing.export import ExportedRegion
+from . import choices
 from .other_folder import in_this_folder
 from .other_gpu import can_move, moved
 from .repeated_subgraphs import folded, tracing_once
@@ -36,30 +38,61 @@ class OtherProcessor(Exception):
 
 
 class Artifact:
-    """An artifact of `standalone_compile`, just compiled or loaded, and the library that Triton needs to run it."""
+    """An artifact of `standalone_compile`, just compiled or loaded.
 
-    _ARTIFACT, _LIBRARY = "artifact", "triton/"
+    With it go the library that Triton needs to run it, and the choices that its kernels have made.
+    """
 
-    def __init__(self, artifact: Any, library: TritonLibrary | None = None) -> None:
+    _ARTIFACT, _LIBRARY, _CHOICES = "artifact", "triton/", "choices"
+
+    def __init__(
+        self, artifact: Any, library: TritonLibrary | None = None, brought: choices.Choices = MappingProxyType({})
+    ) -> None:
+        """`brought` are the choices that were loaded with it."""
         self._artifact = artifact
         self._library = library
+        self._brought = brought
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
         return self._artifact(*tensors)
 
     def to_bytes(self) -> bytes:
         """Return the artifact's bytes. They name no time: an artifact that was loaded is saved as the same bytes."""
-        library = self._library or built_library()
+        library, made = self._library or built_library(), self._choices()
         buffer = io.BytesIO()
-        # torch can save an artifact only to a path.
-        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder, zipfile.ZipFile(buffer, "w") as archive:
-            path = Path(folder, self._ARTIFACT)
-            self._artifact.save(path=str(path), format="binary")
-            archive.writestr(zipfile.ZipInfo(self._ARTIFACT), path.read_bytes())
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr(zipfile.ZipInfo(self._ARTIFACT), self._saved())
             if library is not None:
                 name = zipfile.ZipInfo(f"{self._LIBRARY}{library.source}/{library.name}")
                 archive.writestr(name, library.data, zipfile.ZIP_DEFLATED)
+            if made:
+                archive.writestr(zipfile.ZipInfo(self._CHOICES), choices.to_bytes(made))
         return buffer.getvalue()
+
+    def has_grown(self, data: bytes | None = None) -> bool:
+        """Return whether kernels have made choices that these bytes lack, by default those that were loaded."""
+        if data is None:
+            known = self._brought
+        else:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                known = self._choices_in(archive)
+        return not self._choices().keys() <= known.keys()
+
+    def _choices(self) -> dict[str, str]:
+        """Return the choices of its kernels. Those that it brought stay, or machines would replace each other's."""
+        return {**choices.made_here(self._kernels), **self._brought}
+
+    @cached_property
+    def _kernels(self) -> tuple[str, ...]:
+        """The names of the choices that its kernels may make."""
+        return choices.names_of(self._saved())
+
+    def _saved(self) -> bytes:
+        # torch can save an artifact only to a path.
+        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+            path = Path(folder, self._ARTIFACT)
+            self._artifact.save(path=str(path), format="binary")
+            return path.read_bytes()
 
     @classmethod
     def compile(cls, exported: ExportedRegion) -> Artifact:
@@ -81,14 +114,16 @@ class Artifact:
         """Load an artifact for a GPU. Raises CannotMove if it is for another one and cannot be moved."""
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             artifact, library = archive.read(cls._ARTIFACT), cls._library_in(archive)
+            brought = cls._choices_in(archive)
         if device.index is not None and can_move():
             artifact = moved(artifact, device.index)
         if library is not None:
             library.put()
+        choices.put(brought)
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
             path = Path(folder, cls._ARTIFACT)
             path.write_bytes(in_this_folder(artifact))
-            return cls(CompiledArtifact.get().load(path=str(path), format="binary"), library)
+            return cls(CompiledArtifact.get().load(path=str(path), format="binary"), library, brought)
 
     @classmethod
     def _library_in(cls, archive: zipfile.ZipFile) -> TritonLibrary | None:
@@ -97,6 +132,11 @@ class Artifact:
                 source, _, file = name.removeprefix(cls._LIBRARY).partition("/")
                 return TritonLibrary(source, file, archive.read(name))
         return None
+
+    @classmethod
+    def _choices_in(cls, archive: zipfile.ZipFile) -> dict[str, str]:
+        is_there = cls._CHOICES in archive.namelist() and archive.getinfo(cls._CHOICES).file_size <= choices.MAX_BYTES
+        return choices.from_bytes(archive.read(cls._CHOICES)) if is_there else {}
 
 
 def _compiled_in_parts(module: torch.fx.GraphModule) -> Any:

@@ -37,6 +37,7 @@ from ...identity.graph_spec import Executable, GraphSpec
 from ...tracing.export import ExportedRegion
 from ..base import GiveWay, at_once
 from .artifacts import AotiPackage, Artifact
+from .choices import kept_by_nobody
 from .other_gpu import can_move
 
 OLDEST_TORCH = (2, 8)
@@ -73,8 +74,8 @@ class InductorBackend:
 
     name = "inductor"
     capture_context = staticmethod(launching_by_address)
+    trial_context = staticmethod(kept_by_nobody)
     rounds = False
-    grows = False
 
     def available(self, device: torch.device) -> str | None:
         if reason := self.loads(device):

@@ -16,8 +16,9 @@ from torch import fx
 
 from ...common.torch_compat import FOR_FLOAT8, missing, scaled_mm, size_hint
 from ...common.words import say
-from ...identity.graph_spec import Executable, GraphSpec
+from ...identity.graph_spec import GraphSpec
 from ...tracing.export import ExportedRegion
+from .artifacts import Artifact
 from .backend import InductorBackend
 from .graph_edits import add_node
 
@@ -38,7 +39,7 @@ _CASTS = (_aten.to.dtype, _aten.to.device, _aten.detach.default)
 class Float8Executable:
     """An executable that knows whether any of its products is rounded. If none is, it must be as exact as any other."""
 
-    def __init__(self, executable: Executable, is_rounded: bool) -> None:
+    def __init__(self, executable: Artifact, is_rounded: bool) -> None:
         self._executable = executable
         self.precision = DTYPE if is_rounded else None
 
@@ -47,6 +48,9 @@ class Float8Executable:
 
     def to_bytes(self) -> bytes:
         return bytes([self.precision is not None]) + self._executable.to_bytes()
+
+    def has_grown(self, data: bytes | None = None) -> bool:
+        return self._executable.has_grown(None if data is None else data[1:])
 
 
 class Float8Backend(InductorBackend):

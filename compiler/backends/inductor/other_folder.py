@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from ...common.torch_compat import cache_dir
@@ -29,22 +28,13 @@ def in_this_folder(data: bytes) -> bytes:
         if os.path.join(folder, "").encode() in data:  # it was compiled here
             return data
         content = ArtifactContent.read(data)
-        kernels = list(_timed_kernels(content)) if content else []
+        kernels = list(content.timed_kernels()) if content else []
         for kernel in kernels:
             _name_here(kernel, folder)
         return content.to_bytes() if content and kernels else data
     except Exception as error:  # names of torch's own, which another version may lack
         log.info("An artifact's kernels keep their choices where they were compiled: %r", error)
         return data
-
-
-def _timed_kernels(content: ArtifactContent) -> Iterator[Any]:
-    """Yield the kernels that have several forms (CachingAutotuner)."""
-    for graph in content.graphs:
-        bundle = graph._triton_bundle
-        for launcher in bundle.static_autotuners if bundle is not None else ():
-            if len(launcher.kernel.compile_results) > 1:
-                yield launcher.kernel
 
 
 def _name_here(kernel: Any, folder: str) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
@@ -122,16 +123,19 @@ class OneFlowExecutable:
     def to_bytes(self) -> bytes:
         return self._data if self._engine is None else self._engine.data(self._name)
 
+    def has_grown(self, data: bytes | None = None) -> bool:
+        """Return whether these bytes, by default those it was made of, lack jobs. Each new size adds one."""
+        return self.to_bytes() != (self._data if data is None else data)
+
 
 class OneFlowBackend:
     """Satisfies `Backend`."""
 
     name = "oneflow"
+    trial_context = nullcontext
     capture_context = None
     """None: OneFlow uses its own streams and waits for them."""
     rounds = False
-    grows = True
-    """Each new size adds a compiled job."""
 
     def available(self, device: torch.device) -> str | None:
         reason = _missing(device)

@@ -271,6 +271,11 @@ aoti_load_package = Later("torch._inductor:aoti_load_package", Need.SOME)
 FOR_GPUS = (standalone_compile, CompiledArtifact)
 FOR_CPUS = (aoti_compile_and_package, aoti_load_package)
 
+# Kernels' choices travel with an artifact. Without these names a process times kernels that it did not have to, and a
+# check at small sizes leaves choices behind.
+write_atomic = Later("torch._inductor.codecache:write_atomic")
+LocalAutotuneCache = Later("torch._inductor.runtime.autotune_cache:LocalAutotuneCache")
+
 # What is asked of Inductor before it compiles. Without `torch_key` a graph's key names torch's commit, and changes to
 # an installed torch go unnoticed; without the others an unusable compiler or folder shows at the first graph.
 torch_key = Later("torch._inductor.codecache:torch_key")

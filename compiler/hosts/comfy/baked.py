@@ -20,6 +20,7 @@ def baked(thing: Any, check: bool = False) -> dict[str, Any]:
     if compiled is None:
         return {}
     finish(patcher)
+    process.registry().cache.renewals.finish()  # the server ends soon
     results = check_graphs(compiled) if check else {}
     kinds = compiled.kinds()
     entries = [entry for kind in kinds for entry in kind.entries]

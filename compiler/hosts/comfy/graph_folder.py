@@ -11,7 +11,6 @@ from pathlib import Path
 
 import folder_paths
 
-from ...backends import BACKENDS
 from ...common.errors import printable
 from ...common.files import open_regular, write_whole
 from ...common.words import Words, join, say
@@ -100,7 +99,7 @@ def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:
     except (OSError, GraphFileError):
         return False
     return stored.keys() == {graph.key for graph in graphs} and not any(
-        BACKENDS[graph.backend].grows and stored[graph.key] != StoredGraph.of(graph) for graph in graphs
+        graph.has_grown(stored[graph.key].executable) for graph in graphs
     )
 
 

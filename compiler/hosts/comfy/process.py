@@ -74,6 +74,7 @@ def warm_up_as_before(give_way: GiveWay) -> bool:
     It calls `give_way` between pieces of work. Return whether there are such graphs.
     """
     cache, device = registry().cache, comfy_compat.torch_device()
+    cache.renewals.give_way = give_way
     recent = cache.recent()
     for name in {graph.backend for graph in recent}:
         backend = _warm_up(name, give_way)

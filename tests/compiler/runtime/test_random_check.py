@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,24 @@ def test_graphs_agree_and_the_networks_weights_stay(compiled, network):
 def test_networks_on_the_meta_device_are_checked(compiled, network):
     network.to("meta")
     assert set(check_graphs(compiled).values()) == {CheckResult()}
+
+
+def test_the_backend_is_told_that_nobody_uses_these_sizes(compiled, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def trial():
+        entered.append(True)
+        yield
+        entered.append(False)
+
+    monkeypatch.setattr(EagerBackend, "trial_context", staticmethod(trial))
+    entry = compiled.graphs_by_region()[0][1]
+    right = entry.graph.executable
+    entry.graph = replace(entry.graph, executable=lambda *tensors: entered.append("run") or right(*tensors))
+    assert set(check_graphs(compiled).values()) == {CheckResult()}
+    assert (entered[0], entered[-1]) == (True, False)
+    assert "run" in entered[1:-1]
 
 
 def test_a_wrong_graph_is_found(compiled):

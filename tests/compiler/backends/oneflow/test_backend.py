@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,18 @@ def test_bytes_change_only_with_a_new_size():
         sizes.append(executable.to_bytes())
     assert len(sizes[0]) < len(sizes[1])
     assert sizes[1] == sizes[2]
+
+
+def test_bytes_are_out_of_date_once_the_engine_has_another_job():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("program.json", json.dumps({"outputs": [], "writes": [], "weights": []}))
+    executable = backend.OneFlowExecutable(buffer.getvalue(), CPU)
+    assert not executable.has_grown()
+    executable._engine = SimpleNamespace(data=lambda name: b"with a job")
+    assert executable.has_grown()
+    assert executable.has_grown(buffer.getvalue())
+    assert not executable.has_grown(b"with a job")
 
 
 @pytest.mark.oneflow
