@@ -176,5 +176,5 @@ def _are_alike(sides: tuple[int, int], frames: int) -> bool:
 
 def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: int) -> dict[int, int]:
     """Return the example size of a map's side: in the same proportion to the chunk's as in the call."""
-    own, other = shape[axis], chunk[axis]
-    return {axis: side * own // other} if own and other and side * own % other == 0 else {}
+    size, rest = divmod(side * shape[axis], chunk[axis] or 1)
+    return {axis: size} if size > 1 and not rest else {}

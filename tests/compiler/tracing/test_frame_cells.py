@@ -208,6 +208,13 @@ def test_a_map_keeps_its_proportion_to_the_chunk():
     assert step == ((2,), (False,))
 
 
+def test_sides_without_a_proportion_are_fixed():
+    inputs = _chunk_inputs([(1, 8, 7, 40, 3), (1, 8, 2, 1, 0), (1, 8, 2, 7, 2), (1, 8, 0, 0, 5)])
+    assert [shape[3:] for shape, _ in inputs[1:]] == [(1, 0), (7, 2), (0, 5)]
+    assert not any(symbols[3] or symbols[4] for _, symbols in inputs[1:])
+    assert _chunk_inputs([(4, 8)]) == [((4, 8), (False, False))]
+
+
 @pytest.mark.parametrize("frames", [2, 5, 9, 20, 40, 56, 72, 80, 104])
 def test_no_two_sizes_of_a_chunk_are_alike(frames):
     """Tracing takes equal sizes for one."""
