@@ -27,16 +27,19 @@ class Cells:
         self._dictionaries = dictionaries
         self._thread = threading.get_ident()
 
+    def __len__(self) -> int:
+        return len(self._dictionaries)
+
     @classmethod
-    def of(cls, block: nn.Module, host: Host) -> Cells | None:
-        """Return a block's cells in the order of its modules; None for a block that has none.
+    def of(cls, block: nn.Module, host: Host) -> Cells:
+        """Return a block's cells in the order of its modules.
 
         Raises Unsupported if a module keeps something else under the same name.
         """
         found = [vars(module)[host.frame_cells] for module in block.modules() if host.frame_cells in vars(module)]
         if not all(type(each) is dict and all(type(key) is int for key in each) for each in found):
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
-        return cls(found) if found else None
+        return cls(found)
 
     def read(self) -> list[Cell]:
         """Return what the cells hold."""

@@ -25,7 +25,8 @@ from .weightless_copy import weightless_copy
 log = logging.getLogger(__name__)
 
 WindowSizes = MutableMapping[str, int | None]
-"""How many entries of its list a block uses, by fingerprint; None for one that does something else with the list."""
+"""By fingerprint, how many entries of its list a block uses, or how many cells it has; None for a block that does
+something else with the list."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ def see(
     """
     names = host.frame_cache(type(block))
     if names is None:
-        cells = Cells.of(block, host)
-        window = cells and CellWindow(cells)
-        return SeenCall(args, {**kwargs, **window.argument()}, window) if window else SeenCall(args, kwargs)
+        return _see_cells(block, fingerprint, host, sizes, args, kwargs)
     bound = bind_read(type(block), args, kwargs)
     if bound.arguments.get(names.entries) is None:
         return SeenCall(bound.args, bound.kwargs)
@@ -61,6 +60,19 @@ def see(
         raise Unsupported(ReasonCode.WRITES_ARGUMENT)
     window = Window(names, bound, size)
     return SeenCall(*window.call(), window)
+
+
+def _see_cells(
+    block: nn.Module, fingerprint: str, host: Host, sizes: WindowSizes, args: tuple, kwargs: Mapping[str, Any]
+) -> SeenCall:
+    if sizes.get(fingerprint) == 0:  # to look through a block's modules takes as long as to launch a kernel or two
+        return SeenCall(args, kwargs)
+    cells = Cells.of(block, host)
+    sizes[fingerprint] = len(cells)
+    if not len(cells):
+        return SeenCall(args, kwargs)
+    window = CellWindow(cells)
+    return SeenCall(args, {**kwargs, **window.argument()}, window)
 
 
 class TracedWindow:
@@ -95,8 +107,7 @@ class TracedCells:
 def traced_window(block: nn.Module, host: Host, arguments: Mapping[str, Any]) -> TracedWindow | TracedCells | None:
     """Return where a block that is traced keeps its frames; None if a call with these arguments keeps none."""
     if CELLS in arguments:
-        cells = Cells.of(block, host)
-        return cells and TracedCells(cells, arguments[CELLS])
+        return TracedCells(Cells.of(block, host), arguments[CELLS])
     names = host.frame_cache(type(block))
     given = arguments.get(names.entries) if names else None
     return None if given is None else TracedWindow(names, given)

@@ -9,6 +9,7 @@ import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.identity.frame_cells import Cells
 from compiled_graphs.compiler.runtime.random_check import CheckResult, check_graphs
 from compiled_graphs.compiler.tracing.graph_request import _chunk_inputs
 from networks import compile_network
@@ -187,6 +188,27 @@ def test_modules_that_keep_something_else_are_eager(inner, registry):
     for _ in range(2):
         assert_equal(video(network, ends=False), video(plain, ends=False))
     assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
+
+
+def test_blocks_without_cells_are_looked_through_once(registry, monkeypatch):
+    class Plain(Causal):
+        def __init__(self):
+            super().__init__()
+            del self.kept
+
+        def forward(self, x):
+            return self.conv(torch.cat([x, x, x], dim=2))
+
+    network, looked = Network(Plain), []
+    of = Cells.of
+    monkeypatch.setattr(Cells, "of", lambda block, host: looked.append(block) or of(block, host))
+    made = compile_network(network, registry, host=KeepingHost(), probe=lambda net, at: net(
+        torch.randn(at.batch, WIDTH, at.frames, at.height, at.width)))  # fmt: skip
+    looked.clear()
+    for _ in range(3):
+        network(torch.randn(2, WIDTH, 3, 5, 6))
+    assert len(looked) == 1  # both blocks are of one kind
+    assert made.counters.eager_calls == {}
 
 
 def test_each_graph_is_compared_on_random_frames(network, registry):
