@@ -6,8 +6,9 @@ Each prompt runs in a server of its own. The ways take turns: plain in a server 
 and compiled. The seconds are ComfyUI's own, from a prompt's start to its end. They include loading the weights, but not
 the server's start, whose seconds stand beside them.
 
-Inductor's folder is removed before each start, unless `--warm` keeps it: `bake` then runs the workflow, too, so that
-kernels are timed at its size. With `--listen`, servers listen when the graphs are loaded. Images for a fleet have both.
+Inductor's folder is removed before each start, unless `--warm` keeps it. With `--run`, and with `--warm`, `bake` runs
+the workflow, so that kernels are timed at its size. With `--listen`, servers listen when the graphs are loaded. Images
+for a fleet have both.
 """
 
 import argparse
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor", help="of Compile Model")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its prompt")
     parser.add_argument("--warm", action="store_true", help="keep Inductor's folder")
+    parser.add_argument("--run", action="store_true", help="have bake run the workflow")
     parser.add_argument("--listen", action="store_true", help="servers listen when their graphs are loaded")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("models", nargs="+")
@@ -84,7 +86,7 @@ def bake(options: argparse.Namespace, model: str) -> None:
         pass  # it puts the extension and the nodes of the benchmarks in their place
     command = [sys.executable, "-m", "compiled-graphs", "bake", str(workflow), "--verify"]
     command += ["--comfyui", str(options.comfyui), "--store", str(options.home / "graphs")]
-    command += ["--run"] if options.warm else []
+    command += ["--run"] if options.warm or options.run else []
     variables = {"COMPILED_GRAPHS_TRUST": str(options.home / "trust")}
     start = time.perf_counter()
     done = subprocess.run(

@@ -290,18 +290,44 @@ def in_float32(name: str, original):
     return twin
 
 
-def vae(name: str, dtype: torch.dtype):
-    """Return a `comfy.sd.VAE`: "kl" as SD1.5 and SDXL have it, or "taesd"."""
-    import comfy.ldm.models.autoencoder
-    import comfy.sd
-    import comfy.taesd.taesd
+VAES = ("kl", "taesd", "wan", "ltx2")
+VIDEO_VAES = ("wan", "ltx2")
+WAN_VAE_CONFIG = {
+    "dim": 96,
+    "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+    "dropout": 0.0,
+}
 
-    if name == "taesd":
-        network = comfy.taesd.taesd.TAESD()
-    else:
-        network = comfy.ldm.models.autoencoder.AutoencoderKL(ddconfig=VAE_CONFIG, embed_dim=4)
+
+def vae(name: str, dtype: torch.dtype):
+    """Return a `comfy.sd.VAE`: "kl" as SD1.5 and SDXL have it, "wan" as Wan 2.1 and Qwen-Image, "ltx2", or "taesd"."""
+    import comfy.sd
+
+    network = _vae_network(name)
     fill(network)
     return comfy.sd.VAE(sd=network.state_dict(), dtype=dtype)
+
+
+def _vae_network(name: str) -> torch.nn.Module:
+    if name == "taesd":
+        from comfy.taesd.taesd import TAESD
+
+        return TAESD()
+    if name == "wan":
+        from comfy.ldm.wan.vae import WanVAE
+
+        return WanVAE(**WAN_VAE_CONFIG)
+    if name == "ltx2":
+        from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+        return VideoVAE(version=2)
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    return AutoencoderKL(ddconfig=VAE_CONFIG, embed_dim=4)
 
 
 @torch.no_grad()

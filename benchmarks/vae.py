@@ -1,8 +1,9 @@
 """VAE decoding: eager, compiled by us, and compiled whole by torch for each size, at several sizes.
 
-    python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] [--static] [--decodes 100] kl taesd
+    python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] [--static] [--decodes 100] kl taesd wan ltx2
 
-All variants run in one process on the same weights: a plain and a compiled `comfy.sd.VAE` decode in turn.
+All variants run in one process on the same weights: a plain and a compiled `comfy.sd.VAE` decode in turn. Videos have a
+number of frames in the place of a batch, in latents as their sides are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import step
 import torch
 
 SIZES = [(1, 128, 128), (1, 64, 64), (1, 64, 256), (1, 256, 64), (1, 192, 192), (4, 64, 64), (1, 91, 117)]
+VIDEOS = {
+    "wan": [(21, 60, 104), (9, 60, 104), (1, 128, 128), (5, 90, 160)],  # 81 frames of 832x480, 33, an image, 720p
+    "ltx2": [(16, 22, 38), (8, 22, 38), (31, 16, 24), (16, 34, 60)],  # 121 frames of 1216x704, 57, 241, 1080p
+}
 
 
 def main() -> None:
@@ -28,7 +33,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--static", action="store_true", help="also torch.compile(dynamic=False), at each size anew")
     parser.add_argument("--decodes", type=int, default=0, help="decode this many random sizes and watch memory")
-    parser.add_argument("names", nargs="+", choices=("kl", "taesd"))
+    parser.add_argument("--sizes", type=sizes, help="batch or frames, height and width: 1x128x128,9x60x104")
+    parser.add_argument("names", nargs="+", choices=models.VAES)
     options = parser.parse_args()
     models.use_comfyui(options.comfyui)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -51,25 +57,43 @@ def measure(name: str, options: argparse.Namespace) -> None:
     print(f"\n{name}: {text}\n  node: {time.perf_counter() - start:.1f} s")
     print("  batch, latent |    eager ms, GiB |     ours ms, GiB, first call s, error |   static ms, GiB, first call s"
           " | eager / ours, static / ours | compiles")  # fmt: skip
-    for batch, height, width in SIZES:
-        latent = torch.randn(batch, 4, height, width)
+    for size in options.sizes or VIDEOS.get(name, SIZES):
+        latent = latent_of(plain, name, size)
         before = totals.compiles
-        reference = plain.decode(latent)
+        reference = decoded(plain, latent)
         start = time.perf_counter()
-        compiled.decode(latent)
+        decoded(compiled, latent)
         first = time.perf_counter() - start
-        error = ((compiled.decode(latent) - reference).norm() / reference.norm()).item()
+        error = ((decoded(compiled, latent) - reference).norm() / reference.norm()).item()
         eager, eager_peak = timed(plain, latent, options.repeats)
         ours, peak = timed(compiled, latent, options.repeats)
         static, static_peak, static_first = (
             static_compile(plain, latent, options) if options.static else [float("nan")] * 3
         )
-        print(f"  {f'{batch}, {height}x{width}':>13} | {eager:>8.1f} {eager_peak:>8.2f} | {ours:>8.1f} {peak:>8.2f} "
+        print(f"  {'x'.join(map(str, size)):>13} | {eager:>8.1f} {eager_peak:>8.2f} | {ours:>8.1f} {peak:>8.2f} "
               f"{first:>8.2f} {error:>8.1e} | {static:>8.1f} {static_peak:>8.2f} {static_first:>8.1f} | "
               f"{eager / ours:>6.2f} {static / ours:>6.2f} | {totals.compiles - before}")  # fmt: skip
-    if options.decodes:
+    if options.decodes and name not in models.VIDEO_VAES:
         watch_memory(plain, compiled, options.decodes)
     print(f"  eager calls: {dict(totals.eager_calls)}, retired: {totals.retired}")
+
+
+def sizes(text: str) -> list[tuple[int, int, int]]:
+    """Read the argument `--sizes`."""
+    return [tuple(map(int, size.split("x"))) for size in text.split(",")]
+
+
+def latent_of(vae, name: str, size: tuple[int, int, int]) -> torch.Tensor:
+    """Return a random latent of a size."""
+    number, *area = size
+    shape = (1, vae.latent_channels, number) if name in models.VIDEO_VAES else (number, vae.latent_channels)
+    return torch.randn(*shape, *area)
+
+
+def decoded(vae, latent: torch.Tensor) -> torch.Tensor:
+    """Decode. LTX's VAE draws noise first: the same each time."""
+    torch.manual_seed(0)
+    return vae.decode(latent)
 
 
 def static_compile(vae, latent: torch.Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
