@@ -34,6 +34,16 @@ class FrameCache:
     """A list of one int: where the block's entries begin. The block moves it to where they end."""
 
 
+@dataclass(frozen=True)
+class FrameCarry:
+    """The names of two arguments by which blocks of a video VAE hand frames on from one chunk to the next."""
+
+    given: str
+    """A list from whose front each block takes what it put for this chunk; None for the first chunk."""
+    left: str
+    """A list to whose end each block puts what it will take for the next chunk; None for the last chunk."""
+
+
 class RecordedPatches(Protocol):
     """A call's patches, which run once, for an eager region. A graph then gets the results that they returned."""
 
@@ -200,7 +210,7 @@ class Host:
         """
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, f"function ({function.replace(':', '.')})")
 
-    def frame_cache(self, cls: type) -> FrameCache | None:
+    def frame_cache(self, cls: type) -> FrameCache | FrameCarry | None:
         """Return by which arguments blocks of a class keep frames between calls; None for blocks that keep none."""
         return None
 

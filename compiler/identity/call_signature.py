@@ -53,7 +53,8 @@ STATIC_TYPES = tuple(_STATICS)
 
 
 CELLS = "cells of frames"
-"""Under this name, which no parameter can have, a call holds what its block keeps in cells (`frame_cells`)."""
+"""Under this name, which no parameter can have, a call that is given a chunk of a video holds what its block keeps in
+cells (`frame_cells`). It holds an empty list if the block hands its frames on instead (`frame_carry`)."""
 
 _ANY_HOST = Host()
 
@@ -87,8 +88,8 @@ class CallSignature:
     """Which of the host's patches act inside the region, as operators of its graph."""
 
     @property
-    def has_cells(self) -> bool:
-        """Whether the block keeps frames in cells."""
+    def is_chunk(self) -> bool:
+        """Whether the call is given a chunk of a video, of any length."""
         return CELLS in self.spec.context
 
     def has_tensors_of(self, other: CallSignature) -> bool:

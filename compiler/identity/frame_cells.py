@@ -61,6 +61,7 @@ class CellWindow:
         self._cells = cells
         self.given = tuple(cells.read())
         """What they held before the call."""
+        self.size = len(self.given)
 
     def argument(self) -> dict[str, list[Cell]]:
         """Return what a graph is given besides the call's own arguments."""
@@ -73,3 +74,7 @@ class CellWindow:
     def write(self, values: Sequence[Cell], moved: int) -> None:
         """Leave in the cells what the block would have left there."""
         self._cells.write(values)
+
+    def reset(self) -> None:
+        """Have the cells hold what they held before."""
+        self._cells.write(self.given)

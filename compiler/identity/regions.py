@@ -101,7 +101,7 @@ def _repeated_blocks(module: nn.Module) -> set[type]:
 
 def _is_block(module: nn.Module) -> bool:
     """Whether a module can be a region: a container has no forward to compile, and a leaf has nothing to fuse."""
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.children())
+    return type(module).forward is not nn.Module.forward and any(True for _ in module.children())
 
 
 def _is_listed(module: nn.Module) -> bool:

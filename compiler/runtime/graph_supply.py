@@ -151,7 +151,7 @@ class GraphSupply:
 
         With a background, raises Unsupported: the graph comes later.
         """
-        if call is None and not kind.graphs_of(miss.signature.text) and not miss.signature.has_cells:
+        if call is None and not kind.graphs_of(miss.signature.text) and not miss.signature.is_chunk:
             return Reason(ReasonCode.UNFORESEEN)
         if self._background is None:
             self._kinds.describe_again()  # what has made one region another may have changed others, not called since
@@ -178,7 +178,7 @@ class GraphSupply:
 
     def _provide_now(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> Reason | None:
         signature = miss.signature
-        if signature.has_cells:
+        if signature.is_chunk:
             return self._provide_chunk(kind, miss)
         # Such as a video without sound: the graphs for videos with sound do not say which of its sizes are symbols.
         alike = [entry for entry in kind.graphs_of(signature.text) if entry.graph.spec.is_empty_as(miss.shapes)]

@@ -30,9 +30,7 @@ from ..common.timing import compare
 from ..common.torch_compat import pytree
 from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
-from ..identity.frame_cells import CellWindow
-from ..identity.frame_window import Window
-from ..tracing.frame_windows import see
+from ..tracing.frame_windows import AnyWindow, see
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
 from .region_kind import Miss, Plan, Refusal, RegionKind
@@ -201,7 +199,7 @@ class RegionForward:
     def _eager_apart(self, call: _Call) -> Any:
         """Run the region's own code on the frames that it was given, and leave those that are kept as they are."""
         left = call.window.now()
-        call.window.write(call.window.given, 0)
+        call.window.reset()
         try:
             return call.eager(call.context)
         finally:
@@ -357,7 +355,7 @@ class _Call:
     patches: frozenset[str]
     eager: Callable[[Mapping[str, Any]], Any]
     """Runs the region's own code with these context arguments."""
-    window: Window | CellWindow | None
+    window: AnyWindow | None
     """The frames that the region keeps between calls."""
 
     def found(self, rebuilt: Any) -> tuple[Any, tuple[list[Any], int] | None]:
@@ -372,7 +370,7 @@ class _Call:
             return rebuilt, None
         result, kept = rebuilt
         values = writes.values(self.window.given, result, [_with_own_memory(tensor) for tensor in kept])
-        if len(values) != len(self.window.given):
+        if len(values) != self.window.size:
             raise ValueError("a graph that leaves another number of frames")
         return result, (values, writes.moved)
 

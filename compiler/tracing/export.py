@@ -41,7 +41,7 @@ from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSp
 from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs, LiteralTensors
-from .frame_windows import TracedCells, TracedWindow, frame_writes, traced_window
+from .frame_windows import AnyTracedWindow, frame_writes, traced_window
 from .graph_request import GraphRequest
 from .low_rank import trace_branches
 from .weightless_copy import weightless_copy
@@ -100,7 +100,7 @@ class _PureRegion(nn.Module):
         functions: Callable[[], AbstractContextManager[Any]],
         operator_for: Callable[[str], Callable],
         has_maps: bool,
-        window_of: Callable[[Mapping[str, Any]], TracedWindow | TracedCells | None],
+        window_of: Callable[[Mapping[str, Any]], AnyTracedWindow | None],
     ) -> None:
         super().__init__()
         hidden = region, put_weights, signature, context, functions, operator_for, has_maps, window_of
@@ -291,7 +291,7 @@ def _chunk_limits(request: GraphRequest, inputs: list[torch.Tensor]) -> tuple[st
     """Return guards against chunks of one frame. Tracing takes every symbol for 2 or more, and so drops the question
     whether a chunk has the frames that the next one needs.
     """
-    if not request.signature.has_cells:
+    if not request.signature.is_chunk:
         return ()
     frames = dict.fromkeys(str(_size(tensor.shape[2])) for tensor in inputs if tensor.ndim == 5)
     return tuple(f"{size} >= 2" for size in frames if not size.isdigit())

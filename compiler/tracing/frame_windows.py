@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..common.host import FrameCache, Host
+from ..common.host import FrameCache, FrameCarry, Host
 from ..common.reason import ReasonCode, Unsupported
 from ..common.torch_compat import FakeTensorMode, pytree, without_fake_tensors
 from ..identity.call_signature import CELLS
+from ..identity.frame_carry import CarryWindow
 from ..identity.frame_cells import Cells, CellWindow
 from ..identity.frame_window import FrameWrites, Window, bind_read
 from .answered_values import unanswered
@@ -24,9 +25,12 @@ from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
 
+AnyWindow = Window | CarryWindow | CellWindow
+"""Where a block keeps frames between calls."""
+
 WindowSizes = MutableMapping[str, int | None]
-"""By fingerprint, how many entries of its list a block uses, or how many cells it has; None for a block that does
-something else with the list."""
+"""By fingerprint, how many entries of its lists a block uses, or how many cells it has; None for a block that does
+something else with the lists."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class SeenCall:
 
     args: tuple
     kwargs: Mapping[str, Any]
-    window: Window | CellWindow | None = None
-    """The block's entries in the list of its call, or its cells, if the block and the call keep frames."""
+    window: AnyWindow | None = None
+    """The block's entries in the lists of its call, or its cells, if the block and the call keep frames."""
 
 
 def see(
@@ -51,15 +55,21 @@ def see(
     if names is None:
         return _see_cells(block, fingerprint, host, sizes, args, kwargs)
     bound = bind_read(type(block), args, kwargs)
-    if bound.arguments.get(names.entries) is None:
+    if type(names) is FrameCarry and bound.arguments.get(names.given) is bound.arguments.get(names.left) is None:
+        return SeenCall(args, {**kwargs, CELLS: []} if _has_video(bound) else kwargs)
+    if type(names) is FrameCache and bound.arguments.get(names.entries) is None:
         return SeenCall(bound.args, bound.kwargs)
     if fingerprint not in sizes:
         sizes[fingerprint] = _window_size(block, names, host, bound)
     size = sizes[fingerprint]
     if size is None:
         raise Unsupported(ReasonCode.WRITES_ARGUMENT)
-    window = Window(names, bound, size)
+    window = (CarryWindow if type(names) is FrameCarry else Window)(names, bound, size)
     return SeenCall(*window.call(), window)
+
+
+def _has_video(bound: inspect.BoundArguments) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.ndim == 5 for value in bound.arguments.values())
 
 
 def _see_cells(
@@ -88,6 +98,22 @@ class TracedWindow:
         return self._entries.values(), _moved(self._cursor)
 
 
+class TracedCarry:
+    """Takes the place of the lists that a block takes from and puts to, while it is traced."""
+
+    def __init__(self, names: FrameCarry, given: list[Any] | None, left: list[Any] | None) -> None:
+        self.given = list(given or ())
+        self._front = None if given is None else _Front(given)
+        self._end = None if left is None else _End()
+        self.arguments = {names.given: self._front, names.left: self._end}
+
+    def left(self) -> tuple[list[Any], int]:
+        """Return what the block has put, and how many entries it has taken: all, or its calls are not alike."""
+        if self._front is not None and self._front.entries:
+            raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+        return [] if self._end is None else self._end.entries, len(self.given)
+
+
 class TracedCells:
     """The cells of a block that is traced, and what they are to hold before."""
 
@@ -104,16 +130,23 @@ class TracedCells:
         return left, 0
 
 
-def traced_window(block: nn.Module, host: Host, arguments: Mapping[str, Any]) -> TracedWindow | TracedCells | None:
+AnyTracedWindow = TracedWindow | TracedCarry | TracedCells
+"""Where a block that is traced keeps frames."""
+
+
+def traced_window(block: nn.Module, host: Host, arguments: Mapping[str, Any]) -> AnyTracedWindow | None:
     """Return where a block that is traced keeps its frames; None if a call with these arguments keeps none."""
+    names = host.frame_cache(type(block))
+    if type(names) is FrameCarry:
+        given, left = (arguments.get(name) for name in (names.given, names.left))
+        return None if given is left is None else TracedCarry(names, given, left)
     if CELLS in arguments:
         return TracedCells(Cells.of(block, host), arguments[CELLS])
-    names = host.frame_cache(type(block))
     given = arguments.get(names.entries) if names else None
     return None if given is None else TracedWindow(names, given)
 
 
-def frame_writes(window: TracedWindow | TracedCells, result: Any) -> tuple[FrameWrites, list[torch.Tensor]]:
+def frame_writes(window: AnyTracedWindow, result: Any) -> tuple[FrameWrites, list[torch.Tensor]]:
     """Return what a block that returned `result` has left, and the tensors to keep, with memory of their own.
 
     An entry may be the last frames of a chunk. A view of it would keep the chunk alive.
@@ -139,7 +172,42 @@ class _Place:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __int__ = __index__ = _depend
 
 
-class _Entries:
+class _Guarded:
+    """A list of which a block may do nothing that its own entries do not answer."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+
+    __len__ = __bool__ = __iter__ = __contains__ = __eq__ = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __add__ = __iadd__ = _refuse
+    append = extend = insert = pop = clear = copy = index = count = remove = reverse = sort = _refuse
+    __hash__ = None
+
+
+class _Front(_Guarded):
+    """A list from whose front entries can be taken."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries = list(entries)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.entries[place] if place == 0 and self.entries else self._refuse()
+
+    def pop(self, place: Any = -1) -> Any:
+        return self.entries.pop(0) if place == 0 and self.entries else self._refuse()
+
+
+class _End(_Guarded):
+    """A list to whose end entries can be put."""
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+    def append(self, entry: Any) -> None:
+        self.entries.append(entry)
+
+
+class _Entries(_Guarded):
     """A list of entries that can be read and written one by one."""
 
     def __init__(self, given: list[Any] | None = None) -> None:
@@ -165,13 +233,6 @@ class _Entries:
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         return offset
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
-
-    __len__ = __bool__ = __iter__ = __contains__ = __delitem__ = __add__ = __iadd__ = __eq__ = _refuse
-    append = extend = insert = pop = clear = copy = index = count = remove = reverse = sort = _refuse
-    __hash__ = None
-
 
 def _moved(cursor: list[Any]) -> int:
     if [type(place) for place in cursor] != [_Place]:
@@ -179,13 +240,16 @@ def _moved(cursor: list[Any]) -> int:
     return cursor[0].offset
 
 
-def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect.BoundArguments) -> int | None:
-    """Return how many entries a block uses, by running it once on fake tensors with nothing in the list.
+def _window_size(
+    block: nn.Module, names: FrameCache | FrameCarry, host: Host, bound: inspect.BoundArguments
+) -> int | None:
+    """Return how many entries a block uses, by running it once on fake tensors as for the first chunk of a video.
 
-    Returns None if it wants something else of the list.
+    Returns None if it wants something else of the lists.
     """
-    entries, cursor = _Entries(), [_Place(0)]
-    own = {names.entries: entries, names.cursor: cursor}
+    entries, cursor, left = _Entries(), [_Place(0)], _End()
+    carries = type(names) is FrameCarry
+    own = {names.given: None, names.left: left} if carries else {names.entries: entries, names.cursor: cursor}
     try:
         with _fake_tensors(), host.traced_functions(is_lenient=True), unanswered():
             probed = weightless_copy(block, host, _empty_like)
@@ -193,7 +257,7 @@ def _window_size(block: nn.Module, names: FrameCache, host: Host, bound: inspect
             given = pytree.tree_map_only(torch.Tensor, _empty_like, {**bound.arguments, **dict.fromkeys(own)})
             call = inspect.BoundArguments(bound.signature, {**given, **own})
             type(block).forward(probed, *call.args, **call.kwargs)
-        return max(len(entries.values()), _moved(cursor))
+        return len(left.entries) if carries else max(len(entries.values()), _moved(cursor))
     except Exception as error:
         log.debug("%s uses a list of frames in an unknown way", type(block).__name__, exc_info=error)
         return None

@@ -94,10 +94,10 @@ class GraphRequest:
         fingerprint: str,
         device: torch.device,
     ) -> GraphRequest:
-        """Return the request for calls of a block that keeps frames in cells, with all chunks like this one.
+        """Return the request for calls of a block that keeps frames, with all chunks of a video like this one.
 
-        The picture's sides and the chunk's frames are symbols. How many frames the cells hold is fixed: what the code
-        does follows from it. So is the batch, which is one video: a step of noise is for one only.
+        The picture's sides and the chunk's frames are symbols. How many frames were kept is fixed: what the code does
+        follows from it. So is the batch, which is one video: a step of noise is for one only.
         """
         inputs = _chunk_inputs(shapes)
         return cls._described(region.label, region.module, fingerprint, signature.text, inputs, device)
@@ -151,6 +151,8 @@ class GraphRequest:
         )
 
 
+MAX_PADDING = 9
+"""Rows by which a map may be larger or smaller than the chunk, besides several times as large."""
 _CHUNKS = ((40, 56), (72, 104))
 """Height and width by which chunks of videos are traced. They divide by 8."""
 
@@ -175,6 +177,13 @@ def _are_alike(sides: tuple[int, int], frames: int) -> bool:
 
 
 def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: int) -> dict[int, int]:
-    """Return the example size of a map's side: in the same proportion to the chunk's as in the call."""
-    size, rest = divmod(side * shape[axis], chunk[axis] or 1)
+    """Return the example size of a map's side: as long as the chunk's, in proportion to it or with padding, as in the
+    call.
+    """
+    own, other = shape[axis], chunk[axis]
+    if other < 3:  # too short to tell twice as long from two longer
+        return {}
+    if own and own % other and other % own and abs(own - other) < MAX_PADDING:
+        return {axis: side + own - other}
+    size, rest = divmod(side * own, other)
     return {axis: size} if size > 1 and not rest else {}

@@ -83,12 +83,12 @@ def discover_requests(
     second = _observe(model, regions, device, host, call, LARGE)
     requests: dict[Hashable, GraphRequest] = {}
     for region, fingerprint in regions.items():
-        for chunk in (one for one in second[region.path] if one.signature.has_cells):
+        for chunk in (one for one in second[region.path] if one.signature.is_chunk):
             request = GraphRequest.of_chunk(chunk.signature, chunk.shapes, region, fingerprint, chunk.device)
             requests.setdefault((fingerprint, chunk.signature.text, _fixed_sizes(request)), request)
         for one, other in zip(first[region.path], second[region.path], strict=False):
             one, other = _with_sizes(one, other)
-            if one.signature.has_cells:
+            if one.signature.is_chunk:
                 continue
             if one.signature.text == other.signature.text:
                 if request := _request(region, fingerprint, one, other):

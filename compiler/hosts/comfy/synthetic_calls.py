@@ -22,7 +22,7 @@ from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import LARGE, ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
 from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS, compute_dtype
-from .rules.frame_caches import CELLS, keeps_frames
+from .rules.frame_caches import CELLS, hands_frames_on, keeps_frames
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
@@ -30,6 +30,8 @@ MASK = "attention_mask"
 LYRICS = "conditioning_lyrics"
 CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
 """Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
+CARRIED = {"decode": (1, 2, 5, 6), "encode": (1, 5, 17)}
+"""The same for VAEs that hand frames on."""
 VIDEO = {"decode": (16, 22, 38), "encode": (121, 704, 1216)}
 """Frames, height and width of a video, of latents and of pixels, that VAEs with cells cut into chunks. How they do that
 depends on the GPU's memory."""
@@ -184,6 +186,8 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         batch, areas = sizes.batch, [(sizes.frames, *sides)]
         if keeps_frames(network):
             areas = [(frames, *sides) for frames in CHUNKED[method]]
+        elif hands_frames_on(network):
+            batch, areas = 1, [(frames, *sides) for frames in CARRIED[method]]
         elif any(CELLS in vars(module) for module in network.modules()):
             batch, areas = 1, [*areas, *([VIDEO[method]] if sizes == LARGE else [])]
         for area in areas:

@@ -57,6 +57,14 @@ def test_containers_without_a_forward_are_no_regions():
     assert paths(nn.Sequential(nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3)))) == []
 
 
+def test_regions_are_found_in_plain_modules_that_hold_others():
+    network = nn.Module()
+    network.stages = nn.ModuleList(nn.Module() for _ in range(2))
+    for stage in network.stages:
+        stage.blocks = nn.ModuleList(TransformerBlock() for _ in range(2))
+    assert paths(network) == [f"stages.{stage}.blocks.{block}" for stage in range(2) for block in range(2)]
+
+
 def test_blocks_repeated_in_a_sequential_are_no_regions():
     assert paths(nn.Sequential(nn.Sequential(ResidualBlock(), ResidualBlock()))) == []
 
@@ -66,6 +74,9 @@ def test_regions_do_not_nest():
         def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(TransformerBlock() for _ in range(2))
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0](x))
 
     network = nn.Module()
     network.stages = nn.ModuleList(Stage() for _ in range(2))

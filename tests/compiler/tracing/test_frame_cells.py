@@ -231,8 +231,8 @@ def test_a_map_keeps_its_proportion_to_the_chunk():
 
 
 def test_sides_without_a_proportion_are_fixed():
-    inputs = _chunk_inputs([(1, 8, 7, 40, 3), (1, 8, 2, 1, 0), (1, 8, 2, 7, 2), (1, 8, 0, 0, 5)])
-    assert [shape[3:] for shape, _ in inputs[1:]] == [(1, 0), (7, 2), (0, 5)]
+    inputs = _chunk_inputs([(1, 8, 7, 40, 30), (1, 8, 2, 1, 0), (1, 8, 2, 7, 11), (1, 8, 0, 0, 4)])
+    assert [shape[3:] for shape, _ in inputs[1:]] == [(1, 0), (7, 11), (0, 4)]
     assert not any(symbols[3] or symbols[4] for _, symbols in inputs[1:])
     assert _chunk_inputs([(4, 8)]) == [((4, 8), (False, False))]
 

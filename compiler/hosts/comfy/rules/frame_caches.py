@@ -1,6 +1,7 @@
 """Where the blocks of video VAEs keep frames between the chunks of a video.
 
-Those of Wan, Qwen-Image and Anima are given a list and a cursor. Those of LTX keep them in their modules.
+Those of Wan, Qwen-Image and Anima are given a list and a cursor. Those of HunyuanVideo 1.5 are given a list to take
+from and a list to put to. Those of LTX keep them in their modules.
 """
 
 from __future__ import annotations
@@ -9,24 +10,34 @@ from functools import lru_cache
 
 from torch import nn
 
-from ....common.host import FrameCache
+from ....common.host import FrameCache, FrameCarry
 from ....identity.call_signature import forward_signature
+from ....identity.regions import find_regions
 
 CELLS = "temporal_cache_state"
 """The attribute of `comfy.ldm.lightricks.vae.causal_conv3d.CausalConv3d` and others."""
 _CACHE = FrameCache(entries="feat_cache", cursor="feat_idx")
+_CARRY = FrameCarry(given="conv_carry_in", left="conv_carry_out")
+"""Arguments of `comfy.ldm.modules.diffusionmodules.model.conv_carry_causal_3d` and of its callers."""
 
 
 @lru_cache(maxsize=256)
-def frame_cache(cls: type) -> FrameCache | None:
+def frame_cache(cls: type) -> FrameCache | FrameCarry | None:
     """Return the names of the arguments for blocks that take them, whosever they are."""
     try:
         taken = forward_signature(cls).parameters
     except (TypeError, ValueError):  # a module that TorchScript has made
         return None
+    if _CARRY.given in taken and _CARRY.left in taken:
+        return _CARRY
     return _CACHE if _CACHE.entries in taken and _CACHE.cursor in taken else None
 
 
 def keeps_frames(network: nn.Module) -> bool:
     """Whether a network has blocks that keep frames: it then cuts a video into chunks of fixed lengths."""
-    return any(frame_cache(type(module)) for module in network.modules())
+    return any(frame_cache(type(module)) is _CACHE for module in network.modules())
+
+
+def hands_frames_on(network: nn.Module) -> bool:
+    """Whether regions of a network hand frames on. In older VAEs such blocks are parts of one region."""
+    return any(frame_cache(type(region.module)) is _CARRY for region in find_regions(network))

@@ -151,6 +151,8 @@ KL = {
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
 }  # fmt: skip
 NARROW = {"ch": 32, "ch_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+HUNYUAN_VIDEO_15 = {"in_channels": 3, "out_channels": 3, "z_channels": 32, "ffactor_spatial": 16, "ffactor_temporal": 4}
+NARROW_15 = {"block_out_channels": [32, 32, 64, 64, 64], "num_res_blocks": 2}
 NARROW_WAN = {"dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 """ComfyUI reads off a checkpoint what kind of VAE it is, but not its width; normalisation wants 32 groups."""
 MODEL = "comfy.ldm.modules.diffusionmodules.model"
@@ -212,6 +214,13 @@ def _network(name: str) -> torch.nn.Module:
     if name == "hunyuan_video":
         config = KL | NARROW | {"z_channels": 16, "conv3d": True, "time_compress": 4}
         return AutoencoderKL(ddconfig=config, embed_dim=16)
+    if name == "hunyuan_video_15":
+        config = HUNYUAN_VIDEO_15 | NARROW_15
+        return AutoencodingEngine(
+            regularizer_config={"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"},
+            encoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Encoder", "params": config},
+            decoder_config={"target": "comfy.ldm.hunyuan_video.vae_refiner.Decoder", "params": config},
+        )
     if name in LTXVS:
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
@@ -235,12 +244,16 @@ def _engine(changes: dict[str, Any], decoder: str, **decoder_changes: Any) -> to
     )
 
 
+def _narrower(config: dict[str, Any]) -> dict[str, Any]:
+    return config | (NARROW_15 if "block_out_channels" in config else NARROW)
+
+
 def _narrow(patch: pytest.MonkeyPatch) -> None:
     """Let ComfyUI make the network that a checkpoint's keys ask for, with fewer channels."""
 
     def engine(**configs: Any) -> torch.nn.Module:
         return AutoencodingEngine(
-            **{n: {**c, "params": c["params"] | NARROW} if "params" in c else c for n, c in configs.items()}
+            **{n: {**c, "params": _narrower(c["params"])} if "params" in c else c for n, c in configs.items()}
         )
 
     def kl(ddconfig: dict[str, Any], embed_dim: int, decoder_ddconfig: dict[str, Any] | None = None) -> torch.nn.Module:

@@ -413,6 +413,27 @@ def test_a_graph_that_fails_in_the_middle_of_a_video_leaves_the_modules_to_eager
     assert_same(decode(compiled, samples), decode(vae, samples))
 
 
+def test_chunks_that_hand_their_frames_on_are_compiled_ahead(load_vae, registry):
+    vae = load_vae("hunyuan_video_15")
+    compiled, text = compile_eager(vae)
+    assert "normal speed" not in text
+    with totals.expect(compiles=0, retired=0):
+        for frames, height, width in [(6, 4, 6), (5, 5, 4), (2, 4, 4), (1, 4, 4), (9, 3, 4)]:
+            samples = latent(vae, 1, height, width, (frames,))
+            assert_same(decode(compiled, samples), decode(vae, samples))
+    assert reasons(registry) == {}
+
+
+def test_chunks_that_hand_their_frames_on_are_encoded_as_eager_does(load_vae, registry):
+    vae = load_vae("hunyuan_video_15")
+    compiled, _ = compile_eager(vae, encode=True)
+    with totals.expect(compiles=0, retired=0):
+        for frames, height in [(1, 64), (5, 64), (17, 96), (29, 64)]:
+            video = pixels(frames, height, 64)
+            assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
 @pytest.mark.parametrize("name", ["small_kl", "taesd"])
 def test_tiles_of_all_shapes_come_from_one_graph(name, load_vae, warm):
     vae = load_vae(name)
