@@ -342,7 +342,7 @@ class GraphCache:
         new = [entry for entry in entries if not entry.has_run]
         for entry in new:
             entry.has_run = True
-        self.renewals.note(new)
+        self.renewals.note(entry for entry in new if entry.source != "file")  # what its maker signed stays his
 
     def evict(self, entry: CacheEntry) -> None:
         """Remove a wrong graph from memory and from the store. The next request for it compiles it again."""

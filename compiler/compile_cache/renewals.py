@@ -91,5 +91,8 @@ class Renewals:
         if stored is None or not job(partial(entry.graph.has_grown, stored.executable)):
             return
         newer = job(partial(StoredGraph.of, entry.graph))
-        if not entry.is_out:
-            self._store.replace(newer)
+        if entry.is_out:
+            return
+        self._store.replace(newer)
+        if entry.is_out:  # meanwhile
+            self._store.discard(entry.graph.key)

@@ -33,8 +33,7 @@ class CarryWindow:
         self._end = len(self._left or ())
         self.given = tuple(self._before[:entries])
         """The entries that the block takes."""
-        self.size = 0 if self._left is None else entries
-        """How many it puts."""
+        self._put = 0 if self._left is None else entries
 
     def call(self) -> tuple[tuple, dict[str, Any]]:
         """Return the call's arguments with lists of these entries only: copies, which nobody else has."""
@@ -55,6 +54,10 @@ class CarryWindow:
             self._given[:] = self._before[moved:]
         if self._left is not None:
             self._left[self._end :] = values
+
+    def accepts(self, values: Sequence[Any]) -> bool:
+        """Whether these can be what the block puts."""
+        return len(values) == self._put
 
     def reset(self) -> None:
         """Leave both lists as they were."""

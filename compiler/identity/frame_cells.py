@@ -37,9 +37,13 @@ class Cells:
         Raises Unsupported if a module keeps something else under the same name.
         """
         found = [vars(module)[host.frame_cells] for module in block.modules() if host.frame_cells in vars(module)]
-        if not all(type(each) is dict and all(type(key) is int for key in each) for each in found):
+        if not all(type(each) is dict and all(type(key) is int for key in tuple(each)) for each in found):
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         return cls(found)
+
+    def are_of_one_thread(self) -> bool:
+        """Whether nothing is kept but for the running thread."""
+        return all(cell.keys() <= {self._thread} for cell in self._dictionaries)
 
     def read(self) -> list[Cell]:
         """Return what the cells hold."""
@@ -61,7 +65,6 @@ class CellWindow:
         self._cells = cells
         self.given = tuple(cells.read())
         """What they held before the call."""
-        self.size = len(self.given)
 
     def argument(self) -> dict[str, list[Cell]]:
         """Return what a graph is given besides the call's own arguments."""
@@ -74,6 +77,10 @@ class CellWindow:
     def write(self, values: Sequence[Cell], moved: int) -> None:
         """Leave in the cells what the block would have left there."""
         self._cells.write(values)
+
+    def accepts(self, values: Sequence[Any]) -> bool:
+        """Whether these can be what the block leaves."""
+        return len(values) == len(self.given) and all(type(value) is tuple and len(value) < 2 for value in values)
 
     def reset(self) -> None:
         """Have the cells hold what they held before."""

@@ -118,7 +118,6 @@ class Window:
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         self.given = tuple(self._entries[self._start : self._start + size])
         """The entries before the call."""
-        self.size = size
 
     def call(self) -> tuple[tuple, dict[str, Any]]:
         """Return the call's arguments with a list of these entries only: a copy, which nobody else has."""
@@ -134,6 +133,10 @@ class Window:
         """Leave in the list and the cursor what the block would have left there."""
         self._entries[self._start : self._start + len(self.given)] = values
         self._cursor[0] = self._start + moved
+
+    def accepts(self, values: Sequence[Any]) -> bool:
+        """Whether these can be what the block leaves."""
+        return len(values) == len(self.given)
 
     def reset(self) -> None:
         """Leave the list and the cursor as they were."""

@@ -101,7 +101,8 @@ def _repeated_blocks(module: nn.Module) -> set[type]:
 
 def _is_block(module: nn.Module) -> bool:
     """Whether a module can be a region: a container has no forward to compile, and a leaf has nothing to fuse."""
-    return type(module).forward is not nn.Module.forward and any(True for _ in module.children())
+    forward = getattr(type(module), "forward", nn.Module.forward)  # classes of TorchScript have none
+    return forward is not nn.Module.forward and any(True for _ in module.children())
 
 
 def _is_listed(module: nn.Module) -> bool:

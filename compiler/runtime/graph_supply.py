@@ -212,7 +212,10 @@ class GraphSupply:
         if region is None:
             return Reason(ReasonCode.SIZES_UNCLEAR)
         device = self._kinds.target.device
-        request = GraphRequest.of_chunk(miss.signature, miss.shapes, region, kind.fingerprint, device)
+        try:
+            request = GraphRequest.of_chunk(miss.signature, miss.shapes, region, kind.fingerprint, device)
+        except ValueError as error:
+            return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
         self._check_cancelled()
         self._settle(self._get(request), 1, 1)
         self._on_change()

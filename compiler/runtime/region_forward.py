@@ -145,11 +145,16 @@ class RegionForward:
             weights = self._weights.acquire(spec, have_functions)
         except Unsupported as error:
             self._weights.release()
-            self._note_eager(error.reason)
-            return eager(*args, **kwargs)
+            reason = error.reason
         except BaseException:
             self._weights.release()
             raise
+        else:
+            reason = None
+        if reason:
+            seen = tensors = plan = None  # a block frees the frames of the chunk before while it runs
+            self._note_eager(reason)
+            return eager(*args, **kwargs)
         if running:
             running.entries.add(plan.entry)
         run_eagerly = partial(self._eager, args, kwargs)
@@ -370,8 +375,8 @@ class _Call:
             return rebuilt, None
         result, kept = rebuilt
         values = writes.values(self.window.given, result, [_with_own_memory(tensor) for tensor in kept])
-        if len(values) != self.window.size:
-            raise ValueError("a graph that leaves another number of frames")
+        if not self.window.accepts(values):
+            raise ValueError("a graph that leaves other frames")
         return result, (values, writes.moved)
 
 

@@ -37,6 +37,7 @@ from ..common.torch_compat import (
 from ..identity.call_signature import CallSignature, call_forward
 from ..identity.context_options import TracedOptions, encode_writes
 from ..identity.fingerprint import string_constants_of, tensor_attributes
+from ..identity.frame_cells import Cells
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
 from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in
@@ -185,7 +186,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         with functions(has_maps), LiteralTensors(), host.traced_functions():
             yield
 
-    window_of = partial(traced_window, weightless, host)
+    window_of, cells = partial(traced_window, weightless, host), len(Cells.of(weightless, host))
     pure = _PureRegion(weightless, held.put, request.signature, context, around, host.operator_for, has_maps, window_of)
     auto = torch.export.Dim.AUTO
     rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
@@ -194,6 +195,8 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
     with torch.no_grad():
         mutated = _mutated_inputs(mode, pure, weights, inputs)
         program = torch.export.export(pure, (weights, inputs), dynamic_shapes=(ranks, symbols), strict=False)
+    if len(Cells.of(weightless, host)) != cells:  # the code makes them when it first runs
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
     if _draws_random_numbers(program):
         raise Unsupported(ReasonCode.RANDOM)
     if collective := _collective(program):

@@ -125,6 +125,8 @@ class TracedCells:
 
     def left(self) -> tuple[list[Any], int]:
         """Return what the block has left in the cells, and empty them: what a trace leaves is of no use."""
+        if not self._cells.are_of_one_thread():
+            raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         left = self._cells.read()
         self._cells.write([()] * len(left))
         return left, 0

@@ -160,20 +160,23 @@ _CHUNKS = ((40, 56), (72, 104))
 def _chunk_inputs(shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """Return example sizes for a chunk, which is the first input with 5 dimensions, and for what comes with it."""
     chunk = next((shape for shape in shapes if len(shape) == 5), (1,) * 5)
-    height, width = next(sides for sides in _CHUNKS if not _are_alike(sides, chunk[2]))
-    inputs = []
-    for shape in shapes:
-        symbols = {2: chunk[2]} if shape is chunk and chunk[2] > 1 else {}
-        if len(shape) == 5:
-            symbols |= _in_proportion(3, shape, chunk, height) | _in_proportion(4, shape, chunk, width)
-        sizes = tuple(symbols.get(axis, size) for axis, size in enumerate(shape))
-        inputs.append((sizes, tuple(axis in symbols for axis in range(len(shape)))))
-    return inputs
+    ways = [[_with_sides(shape, chunk, *sides) for shape in shapes] for sides in _CHUNKS]
+    return next((inputs for inputs in ways if not _has_side(inputs, chunk[2])), ways[0])
 
 
-def _are_alike(sides: tuple[int, int], frames: int) -> bool:
-    """Whether a number of frames is also the side of a map, which may be several times as large as the chunk's."""
-    return any(side * factor == frames * 8 for side in sides for factor in (1, 2, 4, 8, 16, 32, 64))
+def _with_sides(
+    shape: Sequence[int], chunk: Sequence[int], height: int, width: int
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    symbols = {2: chunk[2]} if shape is chunk and chunk[2] > 1 else {}
+    if len(shape) == 5:
+        symbols |= _in_proportion(3, shape, chunk, height) | _in_proportion(4, shape, chunk, width)
+    sizes = tuple(symbols.get(axis, size) for axis, size in enumerate(shape))
+    return sizes, tuple(axis in symbols for axis in range(len(shape)))
+
+
+def _has_side(inputs: Sequence[tuple[Sequence[int], Sequence[bool]]], frames: int) -> bool:
+    """Whether a map has a side of this length. Tracing would take it and the number of frames for one size."""
+    return any(frames in shape[3:] and any(symbols[3:]) for shape, symbols in inputs)
 
 
 def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: int) -> dict[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ MAX_CHOICE = 2000
 """Bytes. Torch writes some 300."""
 MAX_BYTES = 2**23
 """Bytes of all choices in an artifact."""
+_trials = threading.RLock()
 _NAME = re.compile(r"\w{1,100}/\w{1,100}\.best_config", re.ASCII)
 
 
@@ -98,12 +100,13 @@ def kept_by_nobody() -> Iterator[None]:
     except MissingName:
         yield
         return
-    original = keeper.put
-    keeper.put = lambda *choice: None
-    try:
-        yield
-    finally:
-        keeper.put = original
+    with _trials:
+        original = keeper.put
+        keeper.put = lambda *choice: None
+        try:
+            yield
+        finally:
+            keeper.put = original
 
 
 def _sound(choices: Mapping[str, Any]) -> dict[str, str]:

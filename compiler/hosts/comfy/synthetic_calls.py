@@ -186,7 +186,7 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         batch, areas = sizes.batch, [(sizes.frames, *sides)]
         if keeps_frames(network):
             areas = [(frames, *sides) for frames in CHUNKED[method]]
-        elif hands_frames_on(network):
+        elif dimensions == 3 and hands_frames_on(network):
             batch, areas = 1, [(frames, *sides) for frames in CARRIED[method]]
         elif any(CELLS in vars(module) for module in network.modules()):
             batch, areas = 1, [*areas, *([VIDEO[method]] if sizes == LARGE else [])]

@@ -12,7 +12,7 @@ import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.jobs import CompileJobs
 from compiled_graphs.compiler.compile_cache import renewals as renewals_module
-from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+from compiled_graphs.compiler.compile_cache.graph_cache import CacheEntry, GraphCache
 from compiled_graphs.compiler.compile_cache.renewals import Renewals
 from compiled_graphs.compiler.identity.graph_spec import CompiledGraph
 from compiled_graphs.compiler.registry.registry import Registry
@@ -209,6 +209,27 @@ def test_an_entry_of_another_signer_stays_his(store, entry, tmp_path):
     Trust().signers.add(Signer(fingerprint(theirs.maker.public()), "Alice"))
     assert store.get(KEY).executable == b"code"
     assert renewed(store, entry) == b"code"
+
+
+def test_a_graph_of_a_file_does_not_replace_the_one_in_the_store(store, entry, monkeypatch):
+    """Its maker's signature stands for it, and not this machine's."""
+    put(store, entry)
+    cache = GraphCache(store)
+    cache.note_run([CacheEntry(entry.graph, "file")])
+    cache.renewals.finish()
+    assert store.get(KEY).executable == b"code"
+
+
+def test_a_graph_that_turns_out_wrong_while_it_is_written_is_removed(store, entry, monkeypatch):
+    put(store, entry)
+    replace_ = FolderStore.replace
+
+    def found_wrong(store, graph):
+        replace_(store, graph)
+        entry.is_out = True
+
+    monkeypatch.setattr(FolderStore, "replace", found_wrong)
+    assert renewed(store, entry) is None
 
 
 def test_a_store_that_cannot_be_written_to_stays_as_it_is(store, entry, monkeypatch, caplog):

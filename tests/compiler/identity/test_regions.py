@@ -57,6 +57,11 @@ def test_containers_without_a_forward_are_no_regions():
     assert paths(nn.Sequential(nn.ModuleList(nn.ModuleList([nn.Linear(4, 4)]) for _ in range(3)))) == []
 
 
+def test_torchscript_modules_are_no_regions():
+    scripted = [torch.jit.script(nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
+    assert paths(nn.Sequential(nn.ModuleList(scripted))) == []
+
+
 def test_regions_are_found_in_plain_modules_that_hold_others():
     network = nn.Module()
     network.stages = nn.ModuleList(nn.Module() for _ in range(2))

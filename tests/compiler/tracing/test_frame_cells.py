@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -63,6 +64,27 @@ class LeavesAName(Causal):
         return self.conv(torch.cat([x, x, x], dim=2))
 
 
+class LeavesAnother(Causal):
+    """Keeps by a number that is no thread's."""
+
+    def forward(self, x):
+        before = self.kept.get(0)
+        self.kept[0] = x[:, :, -2:]
+        return self.conv(torch.cat([x[:, :, :1].repeat(1, 1, 2, 1, 1) if before is None else before, x], dim=2))
+
+
+class MakesIt(Causal):
+    """Has a dictionary once it has run."""
+
+    def __init__(self):
+        super().__init__()
+        del self.kept
+
+    def forward(self, x):
+        self.kept = getattr(self, "kept", {})
+        return super().forward(x)
+
+
 class Block(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -99,8 +121,8 @@ def video(network, lengths=(4, 3, 3), size=(1, 5, 6), ends=True, seed=0):
                     module.kept[threading.get_ident()] = before, True
         results.append(network(torch.randn(batch, WIDTH, length, height, width, generator=generator)))
     for module in network.modules():
-        if isinstance(module, Causal):
-            module.kept.pop(threading.get_ident(), None)
+        if isinstance(module, Causal) and hasattr(module, "kept"):
+            module.kept.clear() if 0 in module.kept else module.kept.pop(threading.get_ident(), None)
     return results
 
 
@@ -180,7 +202,7 @@ def test_frames_that_are_kept_do_not_keep_their_chunk(network, registry):
     assert all(frames.untyped_storage().nbytes() == frames.nbytes for frames in kept)
 
 
-@pytest.mark.parametrize("inner", [LeavesANumber, LeavesAName])
+@pytest.mark.parametrize("inner", [LeavesANumber, LeavesAName, LeavesAnother, MakesIt])
 def test_modules_that_keep_something_else_are_eager(inner, registry):
     network, plain = Network(inner), Network(inner)
     plain.load_state_dict(network.state_dict())
@@ -218,6 +240,38 @@ def test_each_graph_is_compared_on_random_frames(network, registry):
     assert set(results.values()) == {CheckResult()}
 
 
+class Hooked(Causal):
+    """Draws random numbers, so that it is eager, and notes what is kept while it runs."""
+
+    seen: list = []  # noqa: RUF012
+
+    def forward(self, x):
+        before, is_last = self.kept.get(threading.get_ident(), (None, False))
+        reference = (lambda: None) if before is None else weakref.ref(before)
+        self.kept[threading.get_ident()] = None, is_last
+        del before
+        self.seen.append(reference() is not None)
+        self.kept.pop(threading.get_ident())
+        return super().forward(x + torch.rand_like(x))
+
+
+def test_an_eager_block_frees_the_frames_of_the_chunk_before(registry):
+    network = Network(Hooked)
+    made = compiled(network, registry, ends=False)
+    Hooked.seen.clear()
+    video(network, ends=False)
+    assert made.counters.eager_calls
+    assert len(Hooked.seen) == 12
+    assert not any(Hooked.seen)
+
+
+def test_a_chunk_that_nobody_can_describe_is_eager(network, registry):
+    made = compiled(network, registry)
+    size = (2**20, 1, 1)  # more than a file may say
+    assert_equal(video(network, (1,), size), eager(network, (1,), size))
+    assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.SIZES_UNCLEAR}
+
+
 def test_a_map_keeps_its_proportion_to_the_chunk():
     shapes = [(2, 8, 7, 10, 6), (2, 8, 2, 20, 12), (2, 8, 1, 5, 3), (2,)]
     (chunk, symbols), (wide, of_wide), (narrow, _), step = _chunk_inputs(shapes)
@@ -237,8 +291,8 @@ def test_sides_without_a_proportion_are_fixed():
     assert _chunk_inputs([(4, 8)]) == [((4, 8), (False, False))]
 
 
-@pytest.mark.parametrize("frames", [2, 5, 9, 20, 40, 56, 72, 80, 104])
+@pytest.mark.parametrize("frames", [2, 5, 9, 20, 40, 42, 56, 58, 72, 74, 80, 104, 106])
 def test_no_two_sizes_of_a_chunk_are_alike(frames):
     """Tracing takes equal sizes for one."""
-    ((chunk, _),) = _chunk_inputs([(1, 8, frames, 11, 13)])
-    assert len({*chunk[2:]}) == 3
+    (chunk, _), (padded, _) = _chunk_inputs([(1, 8, frames, 11, 13), (1, 8, 2, 13, 15)])
+    assert len({*chunk[2:], *padded[3:]}) == 5

@@ -26,7 +26,7 @@ def frame_cache(cls: type) -> FrameCache | FrameCarry | None:
     """Return the names of the arguments for blocks that take them, whosever they are."""
     try:
         taken = forward_signature(cls).parameters
-    except (TypeError, ValueError):  # a module that TorchScript has made
+    except (AttributeError, TypeError, ValueError):  # a module that TorchScript has made
         return None
     if _CARRY.given in taken and _CARRY.left in taken:
         return _CARRY
