@@ -2,8 +2,8 @@
 
     python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] [--static] [--decodes 100] kl taesd wan ltx2
 
-All variants run in one process on the same weights: a plain and a compiled `comfy.sd.VAE` decode in turn. Videos have a
-number of frames in the place of a batch, in latents as their sides are.
+All variants run in one process on the same weights: a plain and a compiled `comfy.sd.VAE` decode in turn. For
+videos, a size begins with the latent's frames instead of a batch.
 """
 
 from __future__ import annotations

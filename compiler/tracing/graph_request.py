@@ -152,7 +152,7 @@ class GraphRequest:
 
 
 MAX_PADDING = 9
-"""Rows by which a map may be larger or smaller than the chunk, besides several times as large."""
+"""A map whose side differs from the chunk's by fewer rows is padded; otherwise it is several times as large."""
 _CHUNKS = ((40, 56), (72, 104))
 """Height and width by which chunks of videos are traced. They divide by 8."""
 

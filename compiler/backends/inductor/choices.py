@@ -2,8 +2,8 @@
 
 Inductor times the forms of a kernel when it first runs, and keeps the fastest one's name in its folder. A process that
 finds the name there loads that form only. Where the folder is empty, it times each kernel again. So the bytes of an
-artifact have the choices that were made until then, and loading puts them where torch looks. A choice for other forms
-of a kernel costs the time that none costs: torch compares `configs_hash`.
+artifact have the choices that were made until then, and loading puts them where torch looks. Torch ignores a choice
+that was made for other forms of a kernel (`configs_hash`), and times that kernel.
 """
 
 from __future__ import annotations
