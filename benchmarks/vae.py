@@ -47,10 +47,14 @@ def main() -> None:
 def measure(name: str, options: argparse.Namespace) -> None:
     """Print a table for one VAE."""
     from compiled_graphs.compiler.common.counters import totals
+    from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
+    from compiled_graphs.compiler.compile_cache.worker_pool import Workers
     from compiled_graphs.compiler.hosts.comfy import compile as host
+    from compiled_graphs.compiler.hosts.comfy import worker_setup
+    from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
     from compiled_graphs.compiler.registry.registry import Registry
 
-    step.use_registry(Registry())
+    step.use_registry(Registry(GraphCache(workers=Workers(worker_setup.setup, HOST))))
     plain = models.vae(name, getattr(torch, options.dtype))
     start = time.perf_counter()
     compiled, text = host.compile_vae(plain)

@@ -53,10 +53,8 @@ class FrameWrites:
 
     def values(self, given: Sequence[Any], result: Any, kept: Sequence[torch.Tensor]) -> list[Any]:
         """Return the entries after a call: from those before, the result, and the outputs beside it."""
-        given = pytree.tree_leaves(list(given))
-        found = {_KEPT: kept.__getitem__, _GIVEN: given.__getitem__, _RESULT: lambda _: result, _PLAIN: lambda v: v}
-        found[_TUPLE] = lambda parts: tuple([found[source](value) for source, value in parts])
-        return [found[source](value) for source, value in self.entries]
+        tensors = {_KEPT: kept, _GIVEN: pytree.tree_leaves(list(given))}
+        return [_value(source, value, tensors, result) for source, value in self.entries]
 
     def to_text(self) -> str:
         """Return this as JSON."""
@@ -81,6 +79,15 @@ def _read(source: str, value: Any) -> tuple[str, Any]:
     if not isinstance(value, _SOURCES[source]):
         raise ValueError("not a source of an entry")
     return source, [_read(*part) for part in value] if source == _TUPLE else value
+
+
+def _value(source: str, value: Any, tensors: Mapping[str, Sequence[Any]], result: Any) -> Any:
+    # No closure that names itself: it would keep these maps of a video until the garbage collector runs.
+    if source == _TUPLE:
+        return tuple([_value(*part, tensors, result) for part in value])
+    if source == _RESULT:
+        return result
+    return value if source == _PLAIN else tensors[source][value]
 
 
 def _source(entry: Any, given: Sequence[Any], result: Any, kept: list[torch.Tensor]) -> tuple[str, Any]:

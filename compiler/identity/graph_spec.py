@@ -15,7 +15,11 @@ from .context_options import decode_writes
 from .frame_window import FrameWrites
 from .guard_expressions import evaluate
 
-MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
 
 # A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
 _SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")

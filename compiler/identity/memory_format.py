@@ -12,17 +12,28 @@ import torch
 from torch import nn
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the dimensions of a map: those of an image, and of a video."""
+_NAMES = {4: "channels_last", 5: "channels_last_3d"}
 
 
 def input_format(module: nn.Module, shape: Sequence[int], device: torch.device) -> str:
     """Return the memory format, by its name in a graph file, in which a region's graph takes an input of this shape."""
-    if len(shape) != 4 or device.type != "cuda":
+    name = _NAMES.get(len(shape))
+    if name is None or device.type != "cuda":
         return "contiguous"
     # Some regions have no convolutions, but stand between regions that do. Group norm marks them.
-    has_maps = any(p.ndim == 4 for p in module.parameters()) or any(
+    has_maps = any(p.ndim in _ranks_of_filters(shape) for p in module.parameters()) or any(
         isinstance(m, nn.GroupNorm) for m in module.modules()
     )
-    return "channels_last" if has_maps else "contiguous"
+    return name if has_maps else "contiguous"
+
+
+def _ranks_of_filters(shape: Sequence[int]) -> range:
+    """Return how many dimensions the weights of convolutions have that maps of this shape go to.
+
+    Video VAEs also convolve each frame of a map by itself.
+    """
+    return range(4, len(shape) + 1)
 
 
 def has_layouts(weight: torch.Tensor) -> bool:

@@ -386,7 +386,7 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     Inductor returns the last frames of a chunk as a view of the map that it put together for a convolution.
     """
     memory = tensor.untyped_storage().nbytes()
-    return tensor.clone(memory_format=torch.contiguous_format) if memory > 1.1 * tensor.nbytes else tensor
+    return tensor.clone() if memory > 1.1 * tensor.nbytes else tensor
 
 
 def _left_otherwise(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any], int] | None) -> str:

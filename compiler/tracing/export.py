@@ -179,7 +179,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         traced.extend(value for value in made.values() if isinstance(value, TracedOptions))
         return made
 
-    has_maps = "channels_last" in formats
+    has_maps = any(fmt != "contiguous" for fmt in formats)
 
     @contextmanager
     def around() -> Iterator[None]:

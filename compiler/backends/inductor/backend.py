@@ -39,6 +39,7 @@ from ..base import GiveWay, at_once
 from .artifacts import AotiPackage, Artifact
 from .choices import kept_by_nobody
 from .other_gpu import can_move
+from .stride_order import comparing_strides
 
 OLDEST_TORCH = (2, 8)
 _hashing = threading.Lock()
@@ -121,7 +122,8 @@ class InductorBackend:
             thread.join()
 
     def compile(self, exported: ExportedRegion) -> Executable:
-        return _kind_for(torch.device(exported.spec.device)).compile(exported)
+        with comparing_strides():
+            return _kind_for(torch.device(exported.spec.device)).compile(exported)
 
     def load(self, data: bytes, spec: GraphSpec) -> Executable:
         device = torch.device(spec.device)

@@ -310,6 +310,9 @@ InductorChoices = Later("torch._inductor.choices:InductorChoices")
 ReductionHint = Later("torch._inductor.runtime.hints:ReductionHint")
 inductor_globals = Later("torch._inductor.virtualized:V")
 
+# Padded maps of videos. Without this name, or in a torch whose layouts compare strides otherwise, torch compares them.
+InductorLayout = Later("torch._inductor.ir:Layout")
+
 # Repeated parts of a graph are compiled once. Without these names they are compiled as often as they are there, or
 # (the last) traced as often.
 tree_map = _optional("torch.utils._pytree:tree_map")

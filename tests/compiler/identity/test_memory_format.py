@@ -9,7 +9,7 @@ from recorders import on_absent_gpu
 from torch import nn
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
-MAP, ROWS = (2, 8, 5, 7), (2, 35, 8)
+MAP, VIDEO, ROWS = (2, 8, 5, 7), (1, 8, 3, 5, 7), (2, 35, 8)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,11 @@ MAP, ROWS = (2, 8, 5, 7), (2, 35, 8)
         (nn.Linear(7, 7), MAP, GPU, "contiguous"),
         (nn.Conv2d(8, 8, 3), ROWS, GPU, "contiguous"),
         (nn.Conv2d(8, 8, 3), MAP, CPU, "contiguous"),
+        (nn.Conv3d(8, 8, 3), VIDEO, GPU, "channels_last_3d"),
+        (nn.Conv2d(8, 8, 3), VIDEO, GPU, "channels_last_3d"),
+        (nn.Linear(7, 7), VIDEO, GPU, "contiguous"),
+        (nn.Conv3d(8, 8, 3), MAP, GPU, "contiguous"),
+        (nn.Conv3d(8, 8, 3), VIDEO, CPU, "contiguous"),
     ],
 )
 def test_input_format_of_maps_on_gpus_is_channels_last(module, shape, device, memory_format):

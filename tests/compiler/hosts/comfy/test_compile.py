@@ -13,6 +13,7 @@ import torch
 from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from garbage import no_tensors_in_cycles
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -56,6 +57,14 @@ def test_the_image_is_eagers_from_compiled_regions(name, load, sample, registry)
     assert_same(sample(compiled, name), sample(model, name))
     assert totals.calls > calls
     assert totals.eager_calls.total() == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_steps_maps_are_freed_before_the_garbage_collector_runs(name, load, sample, registry):
+    compiled, _ = compile_eager(load(name))
+    sample(compiled, name)
+    with no_tensors_in_cycles(), totals.expect(compiles=0):
+        sample(compiled, name)
 
 
 @pytest.mark.parametrize("name", MODELS)

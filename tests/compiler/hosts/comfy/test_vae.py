@@ -22,6 +22,7 @@ from compiled_graphs.compiler.hosts.comfy import process, synthetic_calls
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_graphs, write_graphs
 from compiled_graphs.compiler.storage.trust import Trust
+from garbage import no_tensors_in_cycles
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -284,6 +285,16 @@ def test_tiles_of_a_video_come_from_the_same_graphs(name, load_vae, warm_chunks)
     assert reasons(registry) == {}
 
 
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video_15", "small_kl"])
+def test_maps_of_a_video_are_freed_before_the_garbage_collector_runs(name, load_vae, registry):
+    vae = load_vae(name)
+    samples = latent(vae, 1, 4, 4, () if name == "small_kl" else (5,))
+    compiled, _ = compile_eager(vae)
+    decode(compiled, samples)
+    with no_tensors_in_cycles(), totals.expect(compiles=0):
+        compiled.first_stage_model.decode(samples.to(compiled.vae_dtype))
+
+
 def test_graphs_that_keep_frames_are_saved_and_loaded(load_vae, warm_chunks, monkeypatch):
     vae, _ = load_vae("wan"), warm_chunks("wan")
     stored = read_back(compile_eager(vae)[0])
@@ -431,6 +442,15 @@ def test_chunks_that_hand_their_frames_on_are_encoded_as_eager_does(load_vae, re
         for frames, height in [(1, 64), (5, 64), (17, 96), (29, 64)]:
             video = pixels(frames, height, 64)
             assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
+@pytest.mark.parametrize("name", ["ltxv", "hunyuan_video_15"])
+def test_inductor_gives_the_image_of_chunks_of_any_length(name, load_vae, registry, short_chunks, cpp_compiler):
+    vae = load_vae(name)
+    compiled, _ = host.compile_vae(vae, host.Request("inductor"), False)
+    for frames, height in [(9, 4), (6, 6)]:
+        decode_both(compiled, vae, latent(vae, 1, height, 4, (frames,)))
     assert reasons(registry) == {}
 
 
