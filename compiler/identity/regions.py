@@ -36,6 +36,8 @@ LISTED = frozenset(
         "comfy.ldm.wan.vae.ResidualBlock",
         "comfy.ldm.wan.vae2_2.Resample",
         "comfy.ldm.wan.vae2_2.ResidualBlock",
+        # The video VAEs of LTX stack up to a dozen of these in one block, which took minutes to compile.
+        "comfy.ldm.lightricks.vae.causal_video_autoencoder.ResnetBlock3D",
         # The same in diffusers: the layers of its UNets, and the halves of its VAEs.
         "diffusers.models.resnet.ResnetBlock2D",
         "diffusers.models.resnet.SpatioTemporalResBlock",

@@ -186,6 +186,8 @@ def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: 
     own, other = shape[axis], chunk[axis]
     if other < 3:  # too short to tell twice as long from two longer
         return {}
+    if own == 1:  # one value for the whole map, such as a step of noise
+        return {}
     if own and own % other and other % own and abs(own - other) < MAX_PADDING:
         return {axis: side + own - other}
     size, rest = divmod(side * own, other)
