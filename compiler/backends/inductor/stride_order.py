@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ...common.torch_compat import InductorLayout, MissingName, inductor_globals
 
 _NAME = "_stride_expr_ge_or_false"
-_lock = threading.RLock()
 
 
 @contextmanager
@@ -24,16 +24,41 @@ def comparing_strides() -> Iterator[None]:
 
     Threads that compile meanwhile get the same answers.
     """
-    with _lock:
-        layout, original = _original()
-        if original is None:
-            yield
-            return
-        setattr(layout, _NAME, staticmethod(_answering(original.__func__)))
-        try:
-            yield
-        finally:
-            setattr(layout, _NAME, original)
+    _replacement.begin()
+    try:
+        yield
+    finally:
+        _replacement.end()
+
+
+class _Replacement:
+    """Our comparison in place of torch's, as long as anybody compiles."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._restore: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        """Put it in place for one more."""
+        with self._lock:
+            if self._users == 0:
+                layout, original = _original()
+                if original is not None:
+                    setattr(layout, _NAME, staticmethod(_answering(original.__func__)))
+                    self._restore = partial(setattr, layout, _NAME, original)
+            self._users += 1
+
+    def end(self) -> None:
+        """Give torch its own back once nobody compiles any more."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._restore()
+                self._restore = lambda: None
+
+
+_replacement = _Replacement()
 
 
 def _original() -> tuple[Any, Any]:
@@ -48,7 +73,7 @@ def _original() -> tuple[Any, Any]:
 
 def _answering(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     def is_at_least(left: Any, right: Any) -> bool:
-        if not _has_fraction(left % right):
+        if right == 0 or not _has_fraction(left % right):
             return original(left, right)
         is_surely = inductor_globals.get().graph.sizevars.guard_or_false
         return is_surely(left >= right) or _divides(right, left)
