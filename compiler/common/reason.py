@@ -47,8 +47,8 @@ class ReasonCode(Enum):
     EARLIER_TOKENS = "a cache of earlier tokens"
 
     # The whole model
-    SLOWER = "compiled steps that are slower than uncompiled ones (a gain of {})"
-    TIMED_UNCOMPILED = "a sampling that is timed uncompiled"
+    SLOWER = "slower compiled than uncompiled (a gain of {})"
+    TIMED_UNCOMPILED = "timed uncompiled, to compare"
 
     # The weights
     WEIGHT_FUNCTION = "weights changed on the fly ({})"

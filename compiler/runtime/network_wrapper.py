@@ -70,7 +70,8 @@ class NetworkWrapper:
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
         self.on_setup: Callable[[], None] = lambda: None
-        """Called after each call of the network in which something was compiled, loaded, checked or captured."""
+        """Called after each call of the network in which something was compiled, loaded, checked or captured, and when
+        it was decided that single calls go on uncompiled or stay compiled."""
         self.sampling: Sampling = EachCall()
         """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
@@ -78,8 +79,11 @@ class NetworkWrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
             return self._call_network(*args, **kwargs)
-        if self.worth is not None and self.worth.is_plain:
-            return self._call_plain(self.worth, args, kwargs)
+        if self.worth is not None:
+            if isinstance(self.sampling, EachCall):
+                self._decide_alone(self.worth)
+            if self.worth.is_plain:
+                return self._call_plain(self.worth, args, kwargs)
         shape = first_shape(args, kwargs)
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), shape)
         with entered(call):
@@ -100,6 +104,13 @@ class NetworkWrapper:
         self.compiled.counters.add_eager(worth.reason)
         with turns.shared(), worth.pace.timed(self.method, args, kwargs):
             return self._call_network(*args, **kwargs)
+
+    def _decide_alone(self, worth: Worth) -> None:
+        """Decide how a call that belongs to no sampling is made, by the calls before it."""
+        before = worth.factor
+        self.end_sampling()
+        if worth.factor != before:
+            self.on_setup()
 
     def end_sampling(self) -> None:
         """Decide whether the calls of the next sampling are compiled, if there is a choice."""

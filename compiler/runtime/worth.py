@@ -22,6 +22,8 @@ ENOUGH_CALLS = 8
 """Calls of a size, each way, that a decision needs. The first few of a sampling can be unlike the others."""
 MOST_SAMPLINGS = 3
 """Samplings that are made uncompiled in search of a decision. Then the sizes keep changing, and the graphs stay."""
+ENOUGH_ALONE, MOST_ALONE = 3, 6
+"""The same for calls that are no steps: a VAE decodes once a prompt, and each call counts as a sampling."""
 
 
 class _State(Enum):
@@ -34,7 +36,12 @@ class _State(Enum):
 class Worth:
     """What is known of a network, by the calls of one of its methods. Lasts as long as the network."""
 
-    def __init__(self) -> None:
+    @classmethod
+    def of_single_calls(cls) -> Worth:
+        """Return the worth of a network whose calls belong to no sampling."""
+        return cls(ENOUGH_ALONE, MOST_ALONE)
+
+    def __init__(self, enough_calls: int = ENOUGH_CALLS, most_samplings: int = MOST_SAMPLINGS) -> None:
         self.pace = LatencyTracker()
         """What uncompiled calls take; told by whoever makes them."""
         self.factor: float | None = None
@@ -43,6 +50,8 @@ class Worth:
         self._compiled: dict[tuple[int, ...], float] = {}
         """The seconds of compiled calls, by size."""
         self._samplings = 0
+        self._enough_calls = enough_calls
+        self._most_samplings = most_samplings
 
     @property
     def is_plain(self) -> bool:
@@ -67,21 +76,21 @@ class Worth:
         `gain` is what the network seems to gain, if that is final, and `figures` are those of its compiled calls.
         """
         if self._state is _State.UNDOUBTED and gain is not None and gain.factor < DOUBTED:
-            self._compiled = _by_size(figures)
+            self._compiled = self._by_size(figures)
             self._state = _State.TRIED if self._compiled else _State.UNDOUBTED
         elif self._state is _State.TRIED:
             self._samplings += 1
             self._compare()
 
     def _compare(self) -> None:
-        both = {shape: seconds for shape, seconds in _by_size(self.pace.figures()).items() if shape in self._compiled}
+        plain = self._by_size(self.pace.figures())
+        both = {shape: seconds for shape, seconds in plain.items() if shape in self._compiled}
         if both:
             shape, seconds = both.popitem()  # the size that was called last
             self.factor = seconds / self._compiled[shape]
             self._state = _State.LEFT if self.factor < MARGIN else _State.KEPT
-        elif self._samplings >= MOST_SAMPLINGS:
+        elif self._samplings >= self._most_samplings:
             self._state = _State.KEPT
 
-
-def _by_size(figures: Iterable[CallTime]) -> dict[tuple[int, ...], float]:
-    return {figure.shape: figure.seconds for figure in figures if figure.calls >= ENOUGH_CALLS}
+    def _by_size(self, figures: Iterable[CallTime]) -> dict[tuple[int, ...], float]:
+        return {figure.shape: figure.seconds for figure in figures if figure.calls >= self._enough_calls}

@@ -65,7 +65,8 @@ Report = ProgressReport | BackgroundReport
 
 
 _step_replays: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, StepReplay]] = weakref.WeakKeyDictionary()
-_worths: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Worth]] = weakref.WeakKeyDictionary()
+_worths: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple, Worth]]] = weakref.WeakKeyDictionary()
+"""By network and method."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class Status:
         is_busy = compiled.background is not None and compiled.background.is_busy
         summary = compiled.summary() if worth is None else with_measured(compiled.summary(), worth)
         stands = status_text(summary, self._request.source, is_busy, self._samples)
-        steps = left_line(worth) or next((line for each in self._alive() if (line := capture_line(each))), "")
+        left = next((line for each in self._alive() if (line := left_line(each.worth))), "")
+        steps = left or next((line for each in self._alive() if (line := capture_line(each))), "")
         beside = [lines_of(text, device) for device, each in self.copies.items() if (text := each.text())]
         beside += self.others.lines() if self.others else []
         self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left, *beside])
@@ -381,9 +383,10 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
             each.on_broken = built.status.tell_broken
         each.install_while_running(made.forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
-    if target.prefix and comfy_compat.announces_samplings(target.patcher):
-        if request.backend == AUTO and times_itself(target.device):
-            _leave_what_is_slower(target, chosen, built)
+    announces = bool(target.prefix) and comfy_compat.announces_samplings(target.patcher)
+    if request.backend == AUTO and times_itself(target.device) and (announces or not target.prefix):
+        _leave_what_is_slower(target, chosen, built)
+    if announces:
         _announce_samplings(target, built)
         _arrange_weights(target, chosen, built)
         if request.capture and chosen.backend.capture_context is not None:
@@ -428,12 +431,13 @@ def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
 
 def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
     """Have the network run uncompiled if that is faster: decided once for all clones that run the same graphs."""
-    (entrance,), what = built.wrappers, _same_graphs(target, chosen)
-    known, worth = _worths.get(target.network, (None, None))
-    if known != what:
-        worth = Worth()
-        _worths[target.network] = what, worth
-    entrance.worth = worth
+    known, what = _worths.setdefault(target.network, {}), _same_graphs(target, chosen)
+    for entrance in built.wrappers:
+        before, worth = known.get(entrance.method, (None, None))
+        if before != what:
+            worth = Worth() if target.prefix else Worth.of_single_calls()
+            known[entrance.method] = what, worth
+        entrance.worth = worth
 
 
 def times_itself(device: torch.device) -> bool:

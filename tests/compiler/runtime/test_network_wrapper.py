@@ -15,6 +15,7 @@ from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper
 from compiled_graphs.compiler.runtime.region_forward import _thread
 from compiled_graphs.compiler.runtime.running_call import running_call
+from compiled_graphs.compiler.runtime.sampling import Announced
 from torch import nn
 
 
@@ -282,13 +283,25 @@ class FixedWorth:
 
     def __init__(self, is_plain=False, is_left=False):
         self.is_plain, self.is_left = is_plain, is_left
-        self.reason = OVERFLOWED
+        self.reason, self.factor = OVERFLOWED, None
         self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
         self.told = []
 
     def end_sampling(self, gain, figures):
         self.told.append(gain)
         self.is_left = self.is_plain = True
+        self.factor = 0.8
+
+
+def test_a_call_of_no_sampling_is_decided_by_those_before_it_and_told_once():
+    network, told = Pair(), []
+    entrance = enter(network)
+    entrance.compiled.gain, entrance.compiled.pace.figures = lambda: 0.5, lambda: []
+    entrance.worth, entrance.on_setup = FixedWorth(), lambda: told.append(entrance.worth.factor)
+    for _ in range(2):
+        network(torch.ones(1))
+    assert entrance.worth.told == [0.5, 0.5]
+    assert told == [0.8]
 
 
 def test_a_call_that_is_made_uncompiled_is_the_networks_own():
@@ -296,6 +309,7 @@ def test_a_call_that_is_made_uncompiled_is_the_networks_own():
     entrance = enter(network)
     entrance.install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
     entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth(is_plain=True)
+    entrance.sampling = Announced()
     entrance.on_call = lambda: played.append(True)
     assert network(torch.ones(1)) == 0.25
     assert entrance.step_replay.served == 0

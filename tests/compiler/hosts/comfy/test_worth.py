@@ -82,7 +82,7 @@ def test_a_slower_model_is_left_from_the_next_sampling_on(model, sample, registr
     assert regions_called(ours, sample)
     assert "slower" in told[-1]
     assert LEFT not in told[-1]
-    assert not regions_called(ours, sample), "a sampling that is timed uncompiled"
+    assert not regions_called(ours, sample), "timed uncompiled, to compare"
     for _ in range(3):
         assert torch.equal(sample(ours, NAME), expected)
         assert not regions_called(ours, sample)
@@ -129,6 +129,49 @@ def test_one_that_is_faster_is_never_tried_uncompiled(model, sample, registry):
     ours, _ = compiled(model)
     feed(ours, eager=1.5)
     assert [regions_called(ours, sample) for _ in range(3)] == [True] * 3
+
+
+def decodes(vae, samples):
+    """The image, and whether graphs made it."""
+    before = vae.patcher.object_patches["decode"].compiled.counters.calls
+    image = vae.decode(samples)
+    return image, vae.patcher.object_patches["decode"].compiled.counters.calls > before
+
+
+def test_a_slower_vae_is_left_and_its_image_is_the_same(load_vae, registry):
+    told, samples = [], torch.randn(1, 4, 4, 4)
+    vae = load_vae("small_kl")
+    ours, _ = host.compile_vae(vae, host.Request("auto", verify=False, on_change=told.append), True)
+    expected, is_compiled = decodes(ours, samples)
+    assert is_compiled
+    decoder, encoder = (ours.patcher.object_patches[method] for method in ("decode", "encode"))
+    decoder.compiled.pace, decoder.worth.pace = Fed(1.0), Fed(0.8)
+    for kind in decoder.compiled.kinds():
+        for graph in kind.graphs:
+            graph.timing = Timing(0.9, 1.0)
+    for _ in range(3):
+        image, is_compiled = decodes(ours, samples)
+        assert not is_compiled
+        assert torch.allclose(image, expected, atol=1e-3)
+    assert LEFT in told[-1]
+    assert not encoder.worth.is_left
+    again, text = host.compile_vae(vae, host.Request("auto", verify=False), True)
+    assert LEFT in text
+    forced, text = host.compile_vae(vae, host.Request("inductor", verify=False), True)
+    assert LEFT not in text
+    assert decodes(forced, samples)[1]
+    assert not decodes(again, samples)[1]
+
+
+def test_a_faster_vae_stays_compiled(load_vae, registry):
+    samples = torch.randn(1, 4, 4, 4)
+    ours, _ = host.compile_vae(load_vae("small_kl"), host.Request("auto", verify=False), False)
+    decoder = ours.patcher.object_patches["decode"]
+    decoder.compiled.pace, decoder.worth.pace = Fed(1.0), Fed(1.3)
+    for kind in decoder.compiled.kinds():
+        for graph in kind.graphs:
+            graph.timing = Timing(0.9, 1.0)  # alone they seem slower
+    assert [decodes(ours, samples)[1] for _ in range(3)] == [False, True, True]
 
 
 def test_the_graphs_are_still_there(model, sample, registry):
