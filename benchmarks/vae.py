@@ -57,7 +57,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
     step.use_registry(Registry(GraphCache(workers=Workers(worker_setup.setup, HOST))))
     plain = models.vae(name, getattr(torch, options.dtype))
     start = time.perf_counter()
-    compiled, text = host.compile_vae(plain)
+    compiled, text = host.compile_vae(plain, host.Request("inductor"))
     print(f"\n{name}: {text}\n  node: {time.perf_counter() - start:.1f} s")
     print("  batch, latent |    eager ms, GiB |     ours ms, GiB, first call s, error |   static ms, GiB, first call s"
           " | eager / ours, static / ours | compiles")  # fmt: skip

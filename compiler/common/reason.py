@@ -47,7 +47,7 @@ class ReasonCode(Enum):
     EARLIER_TOKENS = "a cache of earlier tokens"
 
     # The whole model
-    SLOWER = "slower compiled than uncompiled (a gain of {})"
+    SLOWER = "slower compiled than uncompiled ({} as fast)"
     TIMED_UNCOMPILED = "timed uncompiled, to compare"
 
     # The weights

@@ -29,9 +29,9 @@ def input_format(module: nn.Module, shape: Sequence[int], device: torch.device) 
 
 
 def _ranks_of_filters(shape: Sequence[int]) -> range:
-    """Return how many dimensions the weights of convolutions have that maps of this shape go to.
+    """Return the numbers of dimensions that filters for maps of this shape can have.
 
-    Video VAEs also convolve each frame of a map by itself.
+    Video VAEs also convolve each frame by itself, with filters for images.
     """
     return range(4, len(shape) + 1)
 

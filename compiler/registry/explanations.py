@@ -136,8 +136,9 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
         "在此机器上，该模型编译后比不编译更慢，因此不编译运行。如仍要编译，请选择后端 inductor。",
     ),
     ReasonCode.TIMED_UNCOMPILED: Explanation(
-        "The compiled blocks seem no faster than uncompiled ones. To be sure, a sampling is timed uncompiled.",
-        "编译后的块似乎并不比未编译的更快。为确认这一点，有一次采样不编译运行并计时。",
+        "The compiled blocks seem no faster than uncompiled ones. To be sure, a sampling, or a few "
+        "decodes of a VAE, are timed uncompiled.",
+        "编译后的块似乎并不比未编译的更快。为确认这一点，有一次采样或 VAE 的几次解码不编译运行并计时。",
     ),
     ReasonCode.WEIGHT_FUNCTION: Explanation(
         "Weights of these blocks are changed each time they are used: by a LoRA on GGUF weights, or by a node that "

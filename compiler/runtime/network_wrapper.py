@@ -70,11 +70,13 @@ class NetworkWrapper:
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
         self.on_setup: Callable[[], None] = lambda: None
-        """Called after each call of the network in which something was compiled, loaded, checked or captured, and when
-        it was decided that single calls go on uncompiled or stay compiled."""
+        """Called after each call of the network in which something was compiled, loaded, checked or captured. For a VAE
+        also before the first call that is made as it was decided."""
         self.sampling: Sampling = EachCall()
         """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
+        self._told: float | None = None
+        """The gain that a person was told of, as measured by calls made both ways."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
@@ -107,19 +109,22 @@ class NetworkWrapper:
 
     def _decide_alone(self, worth: Worth) -> None:
         """Decide how a call that belongs to no sampling is made, by the calls before it."""
-        before = worth.factor
         self.end_sampling()
-        if worth.factor != before:
+        if worth.factor != self._told:  # another node on the same VAE may have decided
+            self._told = worth.factor
             self.on_setup()
 
     def end_sampling(self) -> None:
-        """Decide whether the calls of the next sampling are compiled, if there is a choice."""
+        """Decide whether the calls of the next sampling are compiled, if there is a choice.
+
+        The blocks of all methods raise the doubt, and the calls of this one decide.
+        """
         if self.worth is None:
             return
         is_final = not self._is_busy() and (self.step_replay is None or self.step_replay.is_settled)
         gain = self.compiled.gain() if is_final else None
         was_left = self.worth.is_left
-        self.worth.end_sampling(gain, self.compiled.pace.figures())
+        self.worth.end_sampling(gain, [each for each in self.compiled.pace.figures() if each.method == self.method])
         if self.worth.is_left and not was_left and self.step_replay is not None:
             self.step_replay.forget()
 

@@ -23,7 +23,7 @@ ENOUGH_CALLS = 8
 MOST_SAMPLINGS = 3
 """Samplings that are made uncompiled in search of a decision. Then the sizes keep changing, and the graphs stay."""
 ENOUGH_ALONE, MOST_ALONE = 3, 6
-"""The same for calls that are no steps: a VAE decodes once a prompt, and each call counts as a sampling."""
+"""ENOUGH_CALLS and MOST_SAMPLINGS for a VAE. It decodes once a prompt, so each decode counts as a sampling."""
 
 
 class _State(Enum):
@@ -37,8 +37,8 @@ class Worth:
     """What is known of a network, by the calls of one of its methods. Lasts as long as the network."""
 
     @classmethod
-    def of_single_calls(cls) -> Worth:
-        """Return the worth of a network whose calls belong to no sampling."""
+    def of_decoder(cls) -> Worth:
+        """Return the worth of a VAE's decoder, whose calls belong to no sampling."""
         return cls(ENOUGH_ALONE, MOST_ALONE)
 
     def __init__(self, enough_calls: int = ENOUGH_CALLS, most_samplings: int = MOST_SAMPLINGS) -> None:

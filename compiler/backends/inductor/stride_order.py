@@ -20,7 +20,7 @@ _NAME = "_stride_expr_ge_or_false"
 
 @contextmanager
 def comparing_strides() -> Iterator[None]:
-    """Answer such questions in torch's place while graphs are compiled. A torch that does not ask them stays as it is.
+    """Answer such questions in torch's place while graphs are compiled. Does nothing where torch asks none.
 
     Threads that compile meanwhile get the same answers.
     """
@@ -88,7 +88,8 @@ def _has_fraction(expression: Any) -> bool:
 
 
 def _divides(divisor: Any, expression: Any) -> bool:
-    """Whether what remains of the fraction, once it is reduced, has no denominator."""
+    """Whether an expression is a whole multiple of another one, whatever the sizes are."""
     import sympy
 
-    return sympy.fraction(sympy.cancel(expression / divisor))[1] == 1
+    quotient = sympy.together(sympy.cancel(expression / divisor))
+    return sympy.fraction(quotient)[1] == 1

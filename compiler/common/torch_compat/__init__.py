@@ -310,7 +310,7 @@ InductorChoices = Later("torch._inductor.choices:InductorChoices")
 ReductionHint = Later("torch._inductor.runtime.hints:ReductionHint")
 inductor_globals = Later("torch._inductor.virtualized:V")
 
-# Padded maps of videos. Without this name, or in a torch whose layouts compare strides otherwise, torch compares them.
+# How Inductor compares the strides of padded maps. Without this name its own way stays.
 InductorLayout = Later("torch._inductor.ir:Layout")
 
 # Repeated parts of a graph are compiled once. Without these names they are compiled as often as they are there, or

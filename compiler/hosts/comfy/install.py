@@ -65,8 +65,8 @@ Report = ProgressReport | BackgroundReport
 
 
 _step_replays: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, StepReplay]] = weakref.WeakKeyDictionary()
-_worths: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[tuple, Worth]]] = weakref.WeakKeyDictionary()
-"""By network and method."""
+_worths: weakref.WeakKeyDictionary[nn.Module, dict[tuple, Worth]] = weakref.WeakKeyDictionary()
+"""By network, and by what clones have in common that run the same graphs."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,7 @@ class Status:
         is_busy = compiled.background is not None and compiled.background.is_busy
         summary = compiled.summary() if worth is None else with_measured(compiled.summary(), worth)
         stands = status_text(summary, self._request.source, is_busy, self._samples)
-        left = next((line for each in self._alive() if (line := left_line(each.worth))), "")
-        steps = left or next((line for each in self._alive() if (line := capture_line(each))), "")
+        steps = left_line(worth) or next((line for each in self._alive() if (line := capture_line(each))), "")
         beside = [lines_of(text, device) for device, each in self.copies.items() if (text := each.text())]
         beside += self.others.lines() if self.others else []
         self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left, *beside])
@@ -384,8 +383,8 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
         each.install_while_running(made.forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
     announces = bool(target.prefix) and comfy_compat.announces_samplings(target.patcher)
-    if request.backend == AUTO and times_itself(target.device) and (announces or not target.prefix):
-        _leave_what_is_slower(target, chosen, built)
+    if request.backend == AUTO and times_itself(target.device):
+        _leave_what_is_slower(target, chosen, built, announces)
     if announces:
         _announce_samplings(target, built)
         _arrange_weights(target, chosen, built)
@@ -429,15 +428,15 @@ def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
     return begin_compiled
 
 
-def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:
-    """Have the network run uncompiled if that is faster: decided once for all clones that run the same graphs."""
-    known, what = _worths.setdefault(target.network, {}), _same_graphs(target, chosen)
-    for entrance in built.wrappers:
-        before, worth = known.get(entrance.method, (None, None))
-        if before != what:
-            worth = Worth() if target.prefix else Worth.of_single_calls()
-            known[entrance.method] = what, worth
-        entrance.worth = worth
+def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built, announces: bool) -> None:
+    """Have a model, or the decoder of a VAE, run uncompiled if that is faster.
+
+    It is decided once for all clones that run the same graphs. `announces` says that ComfyUI tells of samplings.
+    """
+    entrance = built.wrappers[0]
+    if announces or isinstance(entrance, VAEWrapper):
+        known, what = _worths.setdefault(target.network, {}), _same_graphs(target, chosen)
+        entrance.worth = known.setdefault(what, Worth() if announces else Worth.of_decoder())
 
 
 def times_itself(device: torch.device) -> bool:

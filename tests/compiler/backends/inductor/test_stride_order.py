@@ -62,6 +62,10 @@ def test_a_stride_that_is_part_of_another_is_not_at_least_as_long(is_at_least):
     assert not is_at_least(MAP, VIDEO)
 
 
+def test_a_stride_is_not_at_least_as_long_as_a_multiple_of_one_of_its_factors(is_at_least):
+    assert not is_at_least(VIDEO, 4 * MAP)  # one frame: 3 of 4
+
+
 def test_questions_without_fractions_are_left_to_torch():
     asked = []
     answering = _answering(lambda left, right: bool(asked.append((left, right))))
