@@ -12,6 +12,7 @@ from compiled_graphs.compiler.common.timing import CallTime, Timing
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS
+from compiled_graphs.nodes.compile_report import _eager_calls
 from recorders import repeat
 from vbar import stream
 
@@ -194,6 +195,15 @@ def test_a_vae_that_only_seemed_slower_stays(vae, registry):
     ours, _ = compiled_vae(vae)
     feed_vae(ours, uncompiled=1.3)
     assert [decodes(ours)[1] for _ in range(3)] == [False, True, True]
+
+
+def test_decodes_that_are_left_do_not_count_as_calls_of_blocks(vae, registry):
+    ours, _ = compiled_vae(vae)
+    feed_vae(ours, uncompiled=0.8)
+    for _ in range(3):
+        decodes(ours)
+    assert decoder(ours).compiled.counters.eager_calls.total() == 3
+    assert _eager_calls(decoder(ours).compiled) == 0
 
 
 def test_encodes_say_nothing_of_a_decoder(vae, registry):
