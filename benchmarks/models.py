@@ -290,8 +290,17 @@ def in_float32(name: str, original):
     return twin
 
 
-VAES = ("kl", "taesd", "wan", "ltx2")
-VIDEO_VAES = ("wan", "ltx2")
+VAES = ("kl", "taesd", "wan", "ltx2", "hunyuan15")
+VIDEO_VAES = ("wan", "ltx2", "hunyuan15")
+HUNYUAN_15_VAE_CONFIG = {
+    "block_out_channels": [128, 256, 512, 1024, 1024],
+    "num_res_blocks": 2,
+    "in_channels": 3,
+    "out_channels": 3,
+    "z_channels": 32,
+    "ffactor_spatial": 16,
+    "ffactor_temporal": 4,
+}
 WAN_VAE_CONFIG = {
     "dim": 96,
     "z_dim": 16,
@@ -304,7 +313,8 @@ WAN_VAE_CONFIG = {
 
 
 def vae(name: str, dtype: torch.dtype):
-    """Return a `comfy.sd.VAE`: "kl" as SD1.5 and SDXL have it, "wan" as Wan 2.1 and Qwen-Image, "ltx2", or "taesd"."""
+    """Return a `comfy.sd.VAE`: "kl" as SD1.5 and SDXL have it, "wan" as Wan 2.1 and Qwen-Image, "ltx2", "taesd",
+    or "hunyuan15" as HunyuanVideo 1.5."""
     import comfy.sd
 
     network = _vae_network(name)
@@ -325,6 +335,18 @@ def _vae_network(name: str) -> torch.nn.Module:
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
         return VideoVAE(version=2)
+    if name == "hunyuan15":
+        from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+        halves = {
+            f"{half.lower()}_config": {
+                "target": f"comfy.ldm.hunyuan_video.vae_refiner.{half}",
+                "params": HUNYUAN_15_VAE_CONFIG,
+            }
+            for half in ("Encoder", "Decoder")
+        }
+        regularizer = {"target": "comfy.ldm.models.autoencoder.EmptyRegularizer"}
+        return AutoencodingEngine(regularizer_config=regularizer, **halves)
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
     return AutoencoderKL(ddconfig=VAE_CONFIG, embed_dim=4)

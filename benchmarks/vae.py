@@ -1,6 +1,6 @@
 """VAE decoding: eager, compiled by us, and compiled whole by torch for each size, at several sizes.
 
-    python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] [--static] [--decodes 100] kl taesd wan ltx2
+    python benchmarks/vae.py --comfyui CHECKOUT [--dtype bfloat16] [--static] [--decodes 100] kl taesd wan ltx2 ...
 
 All variants run in one process on the same weights: a plain and a compiled `comfy.sd.VAE` decode in turn. For
 videos, a size begins with the latent's frames instead of a batch.
@@ -23,6 +23,7 @@ SIZES = [(1, 128, 128), (1, 64, 64), (1, 64, 256), (1, 256, 64), (1, 192, 192), 
 VIDEOS = {
     "wan": [(21, 60, 104), (9, 60, 104), (1, 128, 128), (5, 90, 160)],  # 81 frames of 832x480, 33, an image, 720p
     "ltx2": [(16, 22, 38), (8, 22, 38), (31, 16, 24), (16, 34, 60)],  # 121 frames of 1216x704, 57, 241, 1080p
+    "hunyuan15": [(21, 30, 53), (9, 30, 53), (5, 45, 80)],  # 81 frames of 848x480, 33, 17 of 720p
 }
 
 
