@@ -116,7 +116,7 @@ def _title(name: str, compiled: CompiledModel, rows: list[Row]) -> Words:
 
 
 def _lines(compiled: CompiledModel, kinds: list[KindInUse], rows: list[Row]) -> list[Words]:
-    calls, eager = compiled.counters.calls, _eager_calls(compiled)
+    calls, eager = compiled.counters.calls, compiled.counters.eager_block_calls
     counts = {"done": sum(bool(kind.graphs) for kind in kinds), "total": len(kinds)}
     first = say("{done} of {total} block types compiled", **counts)
     if calls:
@@ -131,14 +131,6 @@ def _lines(compiled: CompiledModel, kinds: list[KindInUse], rows: list[Row]) -> 
     if rows and not any(row.eager for row in rows):
         lines.append(NOT_TIMED)
     return lines
-
-
-def _eager_calls(compiled: CompiledModel) -> int:
-    """Return how many calls of blocks ran eagerly, without calls of the whole network that were made uncompiled."""
-    from ..compiler.common.reason import ReasonCode
-
-    whole = (ReasonCode.SLOWER, ReasonCode.TIMED_UNCOMPILED)
-    return sum(count for reason, count in compiled.counters.eager_calls.items() if reason.code not in whole)
 
 
 def _rows(kind: KindInUse) -> list[Row]:

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .reason import Reason
+from .reason import Reason, ReasonCode
 
 _LOCK = threading.Lock()
+_OF_NETWORKS = frozenset({ReasonCode.SLOWER, ReasonCode.TIMED_UNCOMPILED})
+"""Why a whole network was called uncompiled."""
 
 
 @dataclass
@@ -43,7 +45,12 @@ class Counters:
     seconds: float = 0.0
     """Time spent tracing, compiling and loading."""
     eager_calls: Counter[Reason] = field(default_factory=Counter)
-    """Region calls that ran eagerly, by reason."""
+    """Region calls that ran eagerly, by reason, and calls of whole networks that were made uncompiled."""
+
+    @property
+    def eager_block_calls(self) -> int:
+        """Region calls that ran eagerly."""
+        return sum(count for reason, count in self.eager_calls.items() if reason.code not in _OF_NETWORKS)
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a count here and in every parent."""
