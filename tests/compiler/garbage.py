@@ -16,7 +16,7 @@ def no_tensors_in_cycles() -> Iterator[None]:
 
     Weights, and what ComfyUI drops meanwhile, such as models of earlier tests, do not count.
     """
-    before = {id(each): weakref.ref(each) for each in gc.get_objects() if isinstance(each, torch.Tensor)}
+    before = {id(each): weakref.ref(each) for each in gc.get_objects() if type(each) is torch.Tensor}
 
     def is_new(value: object) -> bool:
         known = before.get(id(value))
