@@ -17,7 +17,7 @@ from .oneflow import OneFlowBackend
 
 _all = (InductorBackend(), Float8Backend(), EagerBackend(), OneFlowBackend())
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _all}
-AUTO = "auto"
+AUTO, DEFAULT = "auto", "inductor"
 NAMES = [AUTO, *BACKENDS]
 
 
@@ -27,7 +27,7 @@ def choose_backend(name: str, device: torch.device, only_loads: bool = False) ->
     With `only_loads`, it may lack what compiling needs: then it comes with the reason why it only loads.
     "auto" means Inductor only. An exported graph that runs uncompiled would be slower than the original model.
     """
-    chosen = BACKENDS.get("inductor" if name == AUTO else name)
+    chosen = BACKENDS.get(DEFAULT if name == AUTO else name)
     if chosen is None:
         return None, f"There is no backend named '{name}'; choose one of {', '.join(NAMES)}."
     reason = chosen.available(device) or missing()

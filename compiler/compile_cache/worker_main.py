@@ -10,11 +10,13 @@ import importlib
 import logging
 import os
 import pickle
+import queue
 import struct
 import sys
+import threading
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -34,6 +36,9 @@ from ..identity.graph_spec import GraphSpec
 from ..tracing.export import ExportedRegion, export_region
 from ..tracing.graph_request import GraphRequest
 from ..tracing.operators import register_operators
+
+MOMENT = 0.1
+"""Seconds in which an order that was sent before is read."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -94,12 +99,16 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
         if setup.host_factory:
             module, _, function = setup.host_factory.partition(":")
             host = getattr(importlib.import_module(f"..{module}", __package__), function)(pickle.loads(setup.arguments))
-        _warm_up(BACKENDS[setup.backend], torch.device(setup.device))
+        register_operators()
+        BACKENDS[setup.backend].warm_up()
         send(target, CompileResult())
     except BaseException as error:  # the other side sees nothing but the answer
         send(target, CompileResult(reason=reason_of(error)))
         return
-    while (order := _next(source, target)) is not None:
+    inbox = _Inbox(source)
+    if not inbox.has_message():
+        _compile_example(BACKENDS[setup.backend], torch.device(setup.device))
+    while (order := _next(inbox, target)) is not None:
         try:
             made = _make(order, host)
         except BaseException as error:
@@ -112,8 +121,42 @@ def absolute_entries(sys_path: Iterable[str]) -> list[str]:
     return [entry for entry in sys_path if os.path.isabs(entry)]
 
 
+class _Inbox:
+    """Messages that a thread reads ahead, so that a process sees whether one waits. A pipe cannot say so everywhere."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._looked_at: list[bytes | None] = []
+        threading.Thread(target=self._read, name="orders", daemon=True).start()
+
+    def has_message(self) -> bool:
+        """Whether a message or the end is there, or comes in a moment."""
+        with suppress(queue.Empty):
+            self._looked_at.append(self._messages.get(timeout=MOMENT))
+        return bool(self._looked_at)
+
+    def take(self) -> Any:
+        """Wait for the next message. Raises EOFError if the other side has gone, and what unpickling raises."""
+        data = self._looked_at.pop() if self._looked_at else self._messages.get()
+        if data is None:
+            raise EOFError
+        return pickle.loads(data)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._messages.put(_receive_bytes(self._source))
+        except (EOFError, OSError, ValueError):  # the last one if this process closes the pipe itself
+            self._messages.put(None)
+
+
 def receive(source: BinaryIO) -> Any:
     """Read one message. Raises EOFError if the other side has gone, and what unpickling raises."""
+    return pickle.loads(_receive_bytes(source))
+
+
+def _receive_bytes(source: BinaryIO) -> bytes:
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -121,7 +164,7 @@ def receive(source: BinaryIO) -> Any:
     data = source.read(length)
     if len(data) < length:
         raise EOFError
-    return pickle.loads(data)
+    return data
 
 
 def send(target: BinaryIO, message: Any) -> None:
@@ -135,11 +178,11 @@ def send_bytes(target: BinaryIO, data: bytes) -> None:
     target.flush()
 
 
-def _next(source: BinaryIO, target: BinaryIO) -> CompileRequest | None:
+def _next(inbox: _Inbox, target: BinaryIO) -> CompileRequest | None:
     """Return the next request, or None at the end. Answers requests whose module cannot be imported here."""
     while True:
         try:
-            return receive(source)
+            return inbox.take()
         except EOFError:
             return None
         except Exception as error:
@@ -156,10 +199,13 @@ def _make(order: CompileRequest, host: Host) -> CompileResult:
         return CompileResult(exported.spec, backend.compile(exported).to_bytes())
 
 
-def _warm_up(backend: Backend, device: torch.device) -> None:
-    """Compile a small example: the first compile of a process costs 7 to 10 s of imports, and nobody waits yet."""
-    register_operators()
-    backend.warm_up()
+def _compile_example(backend: Backend, device: torch.device) -> None:
+    """Compile a small example, where nobody waits: a process takes longer for its first graph. Failing is no matter."""
+    with suppress(Exception):
+        _compile_small_block(backend, device)
+
+
+def _compile_small_block(backend: Backend, device: torch.device) -> None:
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
         # On a CPU the example would start a C++ compiler, which takes longer than the warm-up saves.
         block = nn.SiLU() if device.type == "cpu" else Example(device)

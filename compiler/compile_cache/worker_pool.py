@@ -31,7 +31,7 @@ from .worker_template import Template, is_supported
 
 log = logging.getLogger(__name__)
 
-MOST = 8
+MOST = 12
 """Processes at a time."""
 WORTH_BEGINNING = 5
 """Processes are started for this many missing graphs: a start takes as long as compiling three or four graphs."""
@@ -62,13 +62,13 @@ class _Process:
 
     def __init__(self, setup: Setup, channel: Channel) -> None:
         self._channel = channel
-        self._is_ready = False
+        self._has_started = self._has_answered = False
         send(channel.target, setup)
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it was forked and has not answered yet: some library may not bear to be forked."""
-        return self._channel.is_forked and not self._is_ready
+        """Whether it was forked and has compiled nothing yet: some library may not bear to be forked."""
+        return self._channel.is_forked and not self._has_answered
 
     def ask(self, order: bytes, limit: float) -> CompileResult:
         """Return the answer to a pickled CompileRequest. Raises WorkerError if the process ends by itself.
@@ -81,18 +81,29 @@ class _Process:
         timer.daemon = True
         timer.start()
         try:
-            if not self._is_ready:
+            self._send(order)
+            if not self._has_started:
                 if reason := receive(self._channel.source).reason:
                     raise WorkerError(ReasonCode.WORKER, f"could not start: {reason}")
-                self._is_ready = True
-            send_bytes(self._channel.target, order)
-            return receive(self._channel.source)
+                self._has_started = True
+            answer = receive(self._channel.source)
+            self._has_answered = True
+            return answer
         except (EOFError, OSError) as error:
             if expired.is_set():
                 raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s") from None
             raise WorkerError(ReasonCode.WORKER, f"ended ({error or 'without a message'})") from None
         finally:
             timer.cancel()
+
+    def _send(self, order: bytes) -> None:
+        """Send an order, also to a process that starts: it then compiles this instead of an example."""
+        try:
+            send_bytes(self._channel.target, order)
+        except OSError:
+            if self._has_started:
+                raise
+            # A process that could not start has said why.
 
     def end(self) -> None:
         """Kill the process, whatever it is doing."""
@@ -116,6 +127,7 @@ class Workers:
         self._change = threading.Condition()
         self._timer: threading.Timer | None = None
         self._template: Template | None = None
+        self._has_failed = False
         self._template_timer: threading.Timer | None = None
 
     @property
@@ -137,7 +149,7 @@ class Workers:
         if self.count < 2 or not is_supported() or not _has_memory_for_template():
             return
         with self._change, suppress(OSError):
-            if self._template is None:
+            if self._template is None and not self._has_failed:
                 self._template = Template(self._setup(backend, device))
                 self._end_template_when_idle()
 
@@ -172,7 +184,7 @@ class Workers:
                 made = self._ask(order, backend, request.device)
                 break
             except _Doubtful:  # each is ended, and without the template there will be no more
-                self.stop_template()
+                self._do_without_template()
         if made.reason:
             raise WorkerError.of(made.reason)
         return made.spec, made.executable
@@ -222,6 +234,8 @@ class Workers:
             self._change.notify()
 
     def _start_process(self, backend: str, device: torch.device) -> _Process:
+        if device.type != "cpu":  # compiling for a CPU needs fewer imports
+            self.start_template(backend, device)
         process = _Process(self._setup(backend, device), self._forked() or spawned())
         self._running += 1
         return process
@@ -239,10 +253,14 @@ class Workers:
             channel = self._template.fork()
         except OSError as error:
             log.info("Workers import what they need themselves: the template process cannot be used (%r).", error)
-            self.stop_template()
+            self._do_without_template()
             return None
         self._end_template_when_idle()
         return channel
+
+    def _do_without_template(self) -> None:
+        self._has_failed = True
+        self.stop_template()
 
     def _end_template_when_idle(self) -> None:
         if self._template_timer is not None:

@@ -8,6 +8,7 @@ Torch's own compile workers are forked in the same way (`torch._inductor.compile
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import select
@@ -99,6 +100,7 @@ def main(fd: str) -> None:
     control, setup = socket.socket(fileno=int(fd)), receive(sys.stdin.buffer)
     os.dup2(2, 1)
     _import_what_workers_need(setup)
+    gc.freeze()  # a collection in a forked process would copy all the memory that the two share
     with suppress(ConnectionError):  # the other side has ended
         control.sendall(_READY)
         _fork_when_asked(control)

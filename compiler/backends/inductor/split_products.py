@@ -24,6 +24,8 @@ PARTS = 3
 """Of a float32 of 24 binary digits, in bfloat16 of 8."""
 EXACT = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 """What bfloat16 has all values of."""
+UPPER_HALF = -(1 << 16)
+"""The bits of a float32 that are a bfloat16, as an int32."""
 OLDEST_CAPABILITY = (8, 0)
 ALIGNMENT = 8
 """Widths that are no multiple of this are slow on tensor cores."""
@@ -108,10 +110,16 @@ def _product(
 
 
 def _parts(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Return the bfloat16 parts of x, the largest first: [3 * rows, inputs]."""
+    """Return the bfloat16 parts of x, the largest first: [3 * rows, inputs].
+
+    A mask cuts each part off. Inductor removes a cast to bfloat16 and back, and nothing would be left for the others.
+    """
     rest = add_node(graph, _aten.reshape.default, x, [-1, x.meta["val"].shape[-1]])
     parts = []
     for _ in range(PARTS):
-        parts.append(add_node(graph, _aten.to.dtype, rest, torch.bfloat16))
-        rest = add_node(graph, _aten.sub.Tensor, rest, add_node(graph, _aten.to.dtype, parts[-1], torch.float32))
+        bits = add_node(graph, _aten.view.dtype, rest, torch.int32)
+        bits = add_node(graph, _aten.bitwise_and.Scalar, bits, UPPER_HALF)
+        part = add_node(graph, _aten.view.dtype, bits, torch.float32)
+        parts.append(add_node(graph, _aten.to.dtype, part, torch.bfloat16))
+        rest = add_node(graph, _aten.sub.Tensor, rest, part)
     return add_node(graph, _aten.cat.default, parts)

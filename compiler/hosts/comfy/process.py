@@ -8,7 +8,7 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
-from ...backends import choose_backend
+from ...backends import DEFAULT, choose_backend
 from ...backends.base import Backend, GiveWay, at_once
 from ...backends.cuda_warmup import load_libraries
 from ...compile_cache.graph_cache import GraphCache
@@ -61,11 +61,9 @@ def warm_up(backend: str = "auto") -> None:
 def prepare_workers() -> None:
     """Have a process beside this one import what compiling for a GPU needs. Compiling for a CPU needs less."""
     workers, device = registry().cache.workers, comfy_compat.torch_device()
-    if workers is None or device.type == "cpu":
-        return
-    chosen, _ = choose_backend("auto", device)
-    if chosen is not None:
-        workers.start_template(chosen.name, device)
+    if workers is not None and device.type != "cpu":
+        # Whether it can compile is not asked: the answer imports for seconds, in the process that makes images.
+        workers.start_template(DEFAULT, device)
 
 
 def warm_up_as_before(give_way: GiveWay) -> bool:

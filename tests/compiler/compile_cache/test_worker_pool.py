@@ -19,9 +19,10 @@ from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.jobs import CompileTimeout
 from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.compile_cache import worker_main
 from compiled_graphs.compiler.compile_cache import worker_pool as workers_module
 from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
-from compiled_graphs.compiler.compile_cache.worker_main import Setup, receive, send
+from compiled_graphs.compiler.compile_cache.worker_main import CompileResult, Setup, receive, send
 from compiled_graphs.compiler.compile_cache.worker_pool import WorkerError, Workers, worker_count
 from compiled_graphs.compiler.registry.registry import Registry
 from networks import ConvolutionNetwork, compile_network, variants_of, weights_of
@@ -150,6 +151,57 @@ def test_a_hanging_compiler_is_ended_with_its_process(variant, monkeypatch, limi
     workers.stop()
 
 
+def test_a_waiting_order_comes_before_the_example(monkeypatch):
+    done = []
+    monkeypatch.setattr(worker_main, "_compile_example", lambda backend, device: done.append("example"))
+    monkeypatch.setattr(worker_main, "_make", lambda order, host: done.append(order) or CompileResult())
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as target:
+        send(target, setup("eager", CPU))
+        send(target, "an order that waits")
+    with os.fdopen(read, "rb") as source:
+        worker_main.serve(source, io.BytesIO())
+    assert done == ["an order that waits"]
+
+
+def test_a_process_that_nobody_waits_for_compiles_an_example(monkeypatch):
+    done, has_done = [], threading.Event()
+    monkeypatch.setattr(worker_main, "_compile_example", lambda backend, device: done.append(1) or has_done.set())
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as source, os.fdopen(write, "wb") as target:
+        send(target, setup("eager", CPU))
+        serving = threading.Thread(target=worker_main.serve, args=(source, io.BytesIO()))
+        serving.start()
+        assert has_done.wait(PATIENCE)
+        target.close()
+        serving.join(PATIENCE)
+        assert not serving.is_alive()
+    assert done == [1]
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")])
+def test_the_example_compiles(device):
+    """A failure is not told, so a test has to show that there is none where there is a compiler."""
+    if device.type == "meta":
+        worker_main._compile_example(EagerBackend(), device)  # fails, and nothing comes of it
+    else:
+        worker_main._compile_small_block(EagerBackend(), device)
+
+
+def test_a_process_that_cannot_start_says_why_though_an_order_was_sent(variant, monkeypatch):
+    def nobody_reads(target, order):
+        raise BrokenPipeError  # an order may be larger than a pipe
+
+    def broken(backend, device):
+        return replace(setup(backend, device), host_factory="compile_cache.worker_pool:nothing_of_this_name")
+
+    monkeypatch.setattr(workers_module, "send_bytes", nobody_reads)
+    workers = Workers(broken, Host(), count=2)
+    with pytest.raises(WorkerError, match="nothing_of_this_name"):
+        GraphCache(workers=workers).get_or_compile(variant, by(), CompileIn.WORKER_REQUIRED)
+    workers.stop()
+
+
 @pytest.mark.parametrize("length", [0, 4, 12, -1])
 def test_truncated_message_is_an_end(length):
     message = io.BytesIO()
@@ -255,7 +307,7 @@ def test_few_graphs_start_no_processes(workers):
 
 @pytest.mark.parametrize(
     ("cores", "said", "count"),
-    [(16, None, 8), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (16, "x", 8)],
+    [(64, None, 12), (16, None, 12), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (8, "x", 6)],
 )
 def test_worker_count_follows_machine_or_variable(cores, said, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)

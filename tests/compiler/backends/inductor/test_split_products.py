@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from compiled_graphs.compiler.backends.inductor import split_products
 from compiled_graphs.compiler.backends.inductor.split_products import can_split, split_linears
 from compiled_graphs.compiler.common.torch_compat import MissingName, mm_with_dtype, tuned_mm
 from torch import fx, nn
+from torch._subclasses import FakeTensorMode
 
 ROWS, WIDTH = 24, 256
 
@@ -84,7 +86,7 @@ def test_products_are_those_of_float32_at_any_number_of_rows(dtype, scale):
         x = inputs(rows)
         exact = block(x.double())
         ours, eager = (((each - exact).norm() / exact.norm()).item() for each in (run(program, x), block(x)))
-        assert ours < 2 * eager < 1e-5
+        assert ours < 4 * eager < 1e-5
 
 
 def test_layers_of_one_input_share_its_parts():
@@ -92,6 +94,17 @@ def test_layers_of_one_input_share_its_parts():
     split_linears(program.graph_module)
     assert targets(program).count(torch.ops.aten.cat.default) == 2
     assert targets(program).count(mm_with_dtype.get()) == 3
+
+
+def test_inductor_keeps_every_digit_of_the_parts():
+    """Graphs of text encoders were wrong by 3e-3 on a GPU: Inductor had removed the casts that parts were cut off by."""
+    graph, x = fx.Graph(), inputs().reshape(-1, WIDTH)
+    node = graph.placeholder("x")
+    node.meta["val"] = FakeTensorMode().from_tensor(x)
+    graph.output(split_products._parts(graph, node))
+    compiled = torch.compile(fx.GraphModule({}, graph), fullgraph=True)(x)
+    assert compiled.dtype == torch.bfloat16
+    assert compiled.double().view(split_products.PARTS, *x.shape).sum(0).equal(x.double())
 
 
 OTHERS = {
