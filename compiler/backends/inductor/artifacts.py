@@ -21,6 +21,7 @@ import torch
 from ...common.torch_compat import CompiledArtifact, aoti_compile_and_package, aoti_load_package, standalone_compile
 from ...tracing.export import ExportedRegion
 from . import choices
+from .channels_last import keep_channels_last
 from .other_folder import in_this_folder
 from .other_gpu import can_move, moved
 from .repeated_subgraphs import folded, tracing_once
@@ -100,6 +101,7 @@ class Artifact:
         results = module.graph.output_node()
         results.args = (tuple(result for result in results.args[0] if result is not None),)
         module.recompile()
+        keep_channels_last(module)
         if can_split(torch.device(exported.spec.device)):
             try:
                 split = copy.deepcopy(module)

@@ -16,6 +16,8 @@ import comfy.model_management
 import comfy.sd
 import pytest
 import torch
+from compiled_graphs.compiler.backends.eager.backend import EagerBackend, EagerExecutable
+from compiled_graphs.compiler.backends.inductor import channels_last
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import process, synthetic_calls
@@ -443,6 +445,24 @@ def test_chunks_that_hand_their_frames_on_are_encoded_as_eager_does(load_vae, re
             video = pixels(frames, height, 64)
             assert_same(encode(compiled, video), encode(vae, video))
     assert reasons(registry) == {}
+
+
+@pytest.mark.parametrize("name", ["ltxv", "hunyuan_video_15", "wan"])
+def test_maps_that_stay_in_channels_last_give_the_same_video(name, load_vae, registry, short_chunks, monkeypatch):
+    """Graphs for GPUs are changed so. Here their operators run one by one."""
+    changed = []
+
+    def compile_changed(self, exported):
+        changed.append(channels_last.keep_channels_last(exported.program.graph_module))
+        return EagerExecutable(exported.program)
+
+    monkeypatch.setattr(EagerBackend, "compile", compile_changed)
+    vae = load_vae(name)
+    compiled, _ = compile_eager(vae)
+    for frames, height in [(9, 4), (2, 3)]:
+        decode_both(compiled, vae, latent(vae, 1, height, 4, (frames,)))
+    assert reasons(registry) == {}
+    assert sum(count > 0 for count in changed) > len(changed) / 2
 
 
 @pytest.mark.parametrize("name", ["ltxv", "hunyuan_video_15"])

@@ -1,0 +1,148 @@
+"""Maps of videos that stay in channels_last_3d."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.backends.inductor.channels_last import keep_channels_last
+from torch import nn
+from torch.nn import functional
+
+CHANNELS = 4
+SIZES = [(3, 6, 8), (2, 5, 3), (5, 4, 4)]
+MODES = ["constant", "replicate", "reflect", "circular"]
+LAST = torch.channels_last_3d
+
+
+class Block(nn.Module):
+    """Convolves what an operator makes of a map and of the frames before it, and hands its last frames on."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+        self.conv = nn.Conv3d(CHANNELS, CHANNELS, 2, bias=False)
+
+    def forward(self, x, before):
+        y = self.operator(functional.silu(x), before)
+        return self.conv(y), y[:, :, -1:].clone()
+
+
+OPERATORS = {
+    **{f"pad {mode}": lambda x, _, mode=mode: functional.pad(x, (1, 1, 1, 1, 0, 0), mode) for mode in MODES},
+    "pad one side of the frames": lambda x, _: functional.pad(x, (0, 0, 0, 0, 2, 0), "replicate"),
+    "pad rows by another number": lambda x, _: functional.pad(x, (0, 0, 2, 3, 0, 0), "replicate"),
+    "pad with a value": lambda x, _: functional.pad(x, (1, 0), value=2.0),
+    "frames before": lambda x, before: torch.cat([before, x], 2),
+    "frames before, padded": lambda x, before: functional.pad(
+        torch.cat([before, x], 2), (1, 1, 1, 1, 0, 0), "replicate"
+    ),
+    "rows": lambda x, _: torch.cat([x, x], -2),
+    "contiguous": lambda x, _: torch.cat([x, x], 3).contiguous(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def maps(frames, height, width):
+    x = torch.randn(1, CHANNELS, frames, height, width)
+    return x.contiguous(memory_format=LAST), torch.randn(1, CHANNELS, 2, height, width).contiguous(memory_format=LAST)
+
+
+def traced(block, sizes=SIZES[0]):
+    dims = dict.fromkeys((2, 3, 4), torch.export.Dim.AUTO)
+    return torch.export.export(block, maps(*sizes), dynamic_shapes=(dims, {3: dims[3], 4: dims[4]}), strict=False)
+
+
+def values(program, x):
+    return program.graph_module(*(tensor for _, tensor in program.named_parameters()), *x)
+
+
+def targets(program):
+    return [node.target for node in program.graph_module.graph.nodes]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_values_are_the_same_at_every_size_and_maps_stay_in_channels_last(name):
+    block = Block(OPERATORS[name])
+    program = traced(block)
+    assert keep_channels_last(program.graph_module) >= 2
+    assert torch.ops.aten.clone.default not in targets(program)
+    (conv,) = (node for node in program.graph_module.graph.nodes if node.target is torch.ops.aten.conv3d.default)
+    assert conv.args[0].meta["val"].is_contiguous(memory_format=LAST)
+    for sizes in SIZES:
+        x = maps(*sizes)
+        for ours, theirs in zip(values(program, x), block(*x), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_padding_and_joining_copy_each_value_once():
+    """A map that is already in channels_last_3d is not copied before a convolution."""
+    program = traced(Block(OPERATORS["frames before, padded"]))
+    keep_channels_last(program.graph_module)
+    nodes = program.graph_module.graph.nodes
+    for node in nodes:
+        if node.target in (torch.ops.aten.permute.default, torch.ops.aten.contiguous.default):
+            assert node.meta["val"].untyped_storage()._cdata == node.args[0].meta["val"].untyped_storage()._cdata
+
+
+def test_frames_that_are_handed_on_keep_no_others_in_memory():
+    program = traced(Block(OPERATORS["frames before"]))
+    keep_channels_last(program.graph_module)
+    _, frames = values(program, maps(*SIZES[0]))
+    assert frames.untyped_storage().nbytes() == frames.nbytes
+
+
+def test_compiled_by_inductor_the_values_are_the_same(cpp_compiler):
+    block = Block(OPERATORS["frames before, padded"])
+    program = traced(block)
+    keep_channels_last(program.graph_module)
+    x = maps(*SIZES[0])
+    weights = [tensor for _, tensor in program.named_parameters()]
+    for ours, theirs in zip(torch.compile(program.graph_module)(*weights, *x), block(*x), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+class Unchanged(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.conv, self.run = nn.Conv3d(CHANNELS, CHANNELS, 1), forward
+
+    def forward(self, x, before):
+        return self.run(self, x, before)
+
+
+OTHERS = {
+    "no convolution of frames": lambda self, x, before: functional.pad(torch.cat([before, x], 2), (1, 1)),
+    "maps of images": lambda self, x, before: torch.cat([x[:, :, 0], before[:, :, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_graphs_stay_as_they_are(name):
+    program = traced(Unchanged(OTHERS[name]))
+    before = targets(program)
+    assert keep_channels_last(program.graph_module) == 0
+    assert targets(program) == before
+
+
+REST = {
+    "cut off": lambda self, x, before: self.conv(functional.pad(x, (-1, 1))),
+    "channels": lambda self, x, before: self.conv(functional.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:, 1:]),
+    "an empty tensor without a shape": lambda self, x, before: self.conv(torch.cat([x.new_empty(0), x], 2)),
+    "a copy of all frames": lambda self, x, before: self.conv(x.clone()),
+}
+
+
+@pytest.mark.parametrize("name", REST)
+def test_what_is_not_known_is_left_to_the_compiler(name):
+    module = Unchanged(REST[name])
+    program = traced(module)
+    assert keep_channels_last(program.graph_module) == 1, "the convolution"
+    x = maps(*SIZES[0])
+    (ours,) = values(program, x)
+    assert torch.allclose(ours, module(*x), atol=1e-6)
