@@ -101,14 +101,11 @@ class Artifact:
         results = module.graph.output_node()
         results.args = (tuple(result for result in results.args[0] if result is not None),)
         module.recompile()
-        keep_channels_last(module)
-        if can_split(torch.device(exported.spec.device)):
-            try:
-                split = copy.deepcopy(module)
-                if split_linears(split):
-                    return cls(_compiled_in_parts(split))
-            except Exception as error:
-                log.info("Weights are cast to float32: %s: %s", type(error).__name__, error)
+        try:
+            if (rewritten := _rewritten(module, torch.device(exported.spec.device))) is not None:
+                return cls(_compiled_in_parts(rewritten))
+        except Exception as error:  # some torch versions refuse some operators
+            log.info("A graph is compiled as it was exported: %s: %s", type(error).__name__, error)
         return cls(_compiled_in_parts(module))
 
     @classmethod
@@ -139,6 +136,15 @@ class Artifact:
     def _choices_in(cls, archive: zipfile.ZipFile) -> dict[str, str]:
         is_there = cls._CHOICES in archive.namelist() and archive.getinfo(cls._CHOICES).file_size <= choices.MAX_BYTES
         return choices.from_bytes(archive.read(cls._CHOICES)) if is_there else {}
+
+
+def _rewritten(module: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule | None:
+    """Return a copy of a graph with what makes it faster on this GPU, or None if that is nothing."""
+    rewritten = copy.deepcopy(module)
+    count = keep_channels_last(rewritten)
+    if can_split(device):
+        count += split_linears(rewritten)
+    return rewritten if count else None
 
 
 def _compiled_in_parts(module: torch.fx.GraphModule) -> Any:

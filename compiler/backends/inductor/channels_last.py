@@ -90,22 +90,29 @@ def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if part.target is not _aten.slice.Tensor or node.kwargs:
         return None
     last = add_node(graph, _aten.permute.default, part, CHANNELS_TO_END)
-    size = add_node(graph, _aten.sym_size.int, last, 1)
-    frames = add_node(graph, _aten.arange.default, size, like=last, device=last.meta["val"].device)
-    copy = add_node(graph, _aten._unsafe_index.Tensor, last, [None, frames])
+    copy = add_node(graph, _aten._unsafe_index.Tensor, last, [None, _numbers(graph, last, 1)])
     return add_node(graph, _aten.permute.default, copy, AND_BACK)
 
 
 def _padded_by_index(graph: fx.Graph, x: fx.Node, sides: Sequence[int], mode: str) -> fx.Node:
     """Have a map [batch, frames, rows, columns, channels] padded. `sides` begin with those of the columns."""
+    places: list[fx.Node | None] = [None]
     for dim, around in enumerate((sides[4:], sides[2:4], sides[:2]), 1):
+        if not any(around) and not any(places):
+            places.append(None)  # all of these
+            continue
+        index = _numbers(graph, x, dim)
         if any(around):
-            size = add_node(graph, _aten.sym_size.int, x, dim)
-            places = add_node(graph, _aten.arange.default, size, like=x, device=x.meta["val"].device)
-            row = add_node(graph, _aten.unsqueeze.default, places, 0)
-            places = add_node(graph, _aten.squeeze.dim, add_node(graph, _aten.pad.default, row, list(around), mode), 0)
-            x = add_node(graph, _aten._unsafe_index.Tensor, x, [*[None] * dim, places])
-    return x
+            row = add_node(graph, _aten.pad.default, add_node(graph, _aten.unsqueeze.default, index, 0), [*around], mode)
+            index = add_node(graph, _aten.squeeze.dim, row, 0)
+        places.append(add_node(graph, _aten.view.default, index, [-1, *[1] * (3 - dim)]))
+    return add_node(graph, _aten._unsafe_index.Tensor, x, places)
+
+
+def _numbers(graph: fx.Graph, x: fx.Node, dim: int) -> fx.Node:
+    """Return 0, 1, 2, ... for a dimension."""
+    size = add_node(graph, _aten.sym_size.int, x, dim)
+    return add_node(graph, _aten.arange.default, size, like=x, device=x.meta["val"].device)
 
 
 _MODES = ("replicate", "reflect", "circular")

@@ -146,6 +146,8 @@ pytree = SimpleNamespace(
 # Models are looked at and traced with fake tensors, which have sizes and no data. Sizes are symbols.
 FakeTensorMode = _needed("torch._subclasses.fake_tensor:FakeTensorMode")
 FakeTensor = _needed("torch._subclasses.fake_tensor:FakeTensor")
+in_python = _optional("torch._dispatch.python:enable_python_dispatcher", nullcontext)
+"""A context in which operators take sizes that are symbols outside of a trace, too."""
 DisableTorchFunctionSubclass = _optional("torch._C:DisableTorchFunctionSubclass")
 without_fake_tensors = _optional("torch._subclasses.fake_tensor:unset_fake_temporarily", nullcontext)
 """A context in which tensors that are not fake can be read."""
