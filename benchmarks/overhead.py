@@ -126,7 +126,7 @@ def recorded(network, patcher, name: str) -> tuple[float, float]:
 
     for _ in range(20):
         call()
-    assert recordings._counters.replays, recordings.reason
+    assert recordings.counters.replays, recordings.reason
     begun.clear()
     replayed.clear()
     return timed(call), statistics.median(end - start for start, end in zip(begun, replayed, strict=True)) * 1e6
