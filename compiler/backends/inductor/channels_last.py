@@ -103,7 +103,9 @@ def _padded_by_index(graph: fx.Graph, x: fx.Node, sides: Sequence[int], mode: st
             continue
         index = _numbers(graph, x, dim)
         if any(around):
-            row = add_node(graph, _aten.pad.default, add_node(graph, _aten.unsqueeze.default, index, 0), [*around], mode)
+            row = add_node(
+                graph, _aten.pad.default, add_node(graph, _aten.unsqueeze.default, index, 0), [*around], mode
+            )
             index = add_node(graph, _aten.squeeze.dim, row, 0)
         places.append(add_node(graph, _aten.view.default, index, [-1, *[1] * (3 - dim)]))
     return add_node(graph, _aten._unsafe_index.Tensor, x, places)

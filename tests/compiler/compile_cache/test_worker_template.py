@@ -178,7 +178,8 @@ def test_a_start_for_a_gpu_begins_a_template_and_forks_it(doubles, spawned):
     workers = Workers(setup, Host(), count=3)
     workers.start("eager", torch.device("cuda"))
     assert [template.device for template in doubles] == ["cuda"]
-    assert len(workers._idle) == 3 and not spawned
+    assert len(workers._idle) == 3
+    assert not spawned
     workers.stop()
     workers.stop_template()
 
@@ -186,7 +187,8 @@ def test_a_start_for_a_gpu_begins_a_template_and_forks_it(doubles, spawned):
 def test_processes_for_a_cpu_import_less_and_need_no_template(doubles, spawned):
     workers = Workers(setup, Host(), count=2)
     workers.start("eager", CPU)
-    assert len(spawned) == 2 and not doubles
+    assert len(spawned) == 2
+    assert not doubles
     workers.stop()
 
 
@@ -197,7 +199,8 @@ def test_a_template_that_failed_is_not_begun_again(doubles, monkeypatch):
     workers.start_template("eager", gpu)
     doubles[0].is_broken = True
     workers.start("eager", gpu)
-    assert len(doubles) == 1 and len(spawned) == 3
+    assert len(doubles) == 1
+    assert len(spawned) == 3
     workers.stop()
 
 

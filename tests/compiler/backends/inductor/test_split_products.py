@@ -97,7 +97,7 @@ def test_layers_of_one_input_share_its_parts():
 
 
 def test_inductor_keeps_every_digit_of_the_parts():
-    """Graphs of text encoders were wrong by 3e-3 on a GPU: Inductor had removed the casts that parts were cut off by."""
+    """Graphs of text encoders were wrong by 3e-3 on a GPU: Inductor removes casts that cut parts off."""
     graph, x = fx.Graph(), inputs().reshape(-1, WIDTH)
     node = graph.placeholder("x")
     node.meta["val"] = FakeTensorMode().from_tensor(x)
