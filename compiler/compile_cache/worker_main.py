@@ -84,9 +84,12 @@ class CompileResult:
 
 def main() -> None:
     """Answer requests from standard input until it ends. It ends when the process at its other end does."""
-    target = os.fdopen(os.dup(1), "wb")
+    source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # printed text must not get between messages
-    serve(sys.stdin.buffer, target)
+    # On Windows a compiler that inherits a pipe that a thread reads from can wait for that thread as it starts.
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    serve(source, target)
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
@@ -99,6 +102,8 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
         if setup.host_factory:
             module, _, function = setup.host_factory.partition(":")
             host = getattr(importlib.import_module(f"..{module}", __package__), function)(pickle.loads(setup.arguments))
+        if torch.device(setup.device).type == "cuda":
+            torch.cuda.init()  # fails in a process that was forked from one that had begun to use a GPU
         register_operators()
         BACKENDS[setup.backend].warm_up()
         send(target, CompileResult())
@@ -145,9 +150,10 @@ class _Inbox:
 
     def _read(self) -> None:
         try:
-            while True:
-                self._messages.put(_receive_bytes(self._source))
-        except (EOFError, OSError, ValueError):  # the last one if this process closes the pipe itself
+            with suppress(EOFError, OSError, ValueError):  # the last one if this process closes the pipe itself
+                while True:
+                    self._messages.put(_receive_bytes(self._source))
+        finally:
             self._messages.put(None)
 
 

@@ -50,7 +50,7 @@ START_LIMIT = 120.0
 
 
 class _Doubtful(Exception):
-    """A forked process did not start."""
+    """A forked process has not compiled what it was asked for first."""
 
 
 class WorkerError(ReasonedError):
@@ -125,8 +125,10 @@ class Workers:
         self._idle: list[_Process] = []
         self._running = 0
         self._change = threading.Condition()
+        self._starting = 0
         self._timer: threading.Timer | None = None
         self._template: Template | None = None
+        self._template_turn = threading.Lock()
         self._has_failed = False
         self._template_timer: threading.Timer | None = None
 
@@ -137,8 +139,8 @@ class Workers:
 
     @property
     def are_warm(self) -> bool:
-        """Whether a process has been started already."""
-        return self._running > 0
+        """Whether a process has been started already, or is about to be."""
+        return self._running + self._starting > 0
 
     def pay(self, missing: int) -> bool:
         """Whether worker processes, which take a while to start, would compile this many graphs sooner."""
@@ -148,9 +150,14 @@ class Workers:
         """Begin to import, in a process of its own, what workers need. Does nothing where that cannot be shared."""
         if self.count < 2 or not is_supported() or not _has_memory_for_template():
             return
-        with self._change, suppress(OSError):
-            if self._template is None and not self._has_failed:
+        with self._change:
+            if self._template is not None or self._has_failed:
+                return
+            try:
                 self._template = Template(self._setup(backend, device))
+            except OSError:
+                self._has_failed = True
+            else:
                 self._end_template_when_idle()
 
     def stop_template(self) -> None:
@@ -165,9 +172,16 @@ class Workers:
     def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
         """Start at most `wanted` processes before the first order comes."""
         with self._change:
-            for _ in range(min(self.count, wanted) - self._running):
-                self._idle.append(self._start_process(backend, device))
-            self._end_when_idle()
+            self._starting += 1
+        try:
+            self._await_template(backend, device)
+            with self._change:
+                for _ in range(min(self.count, wanted) - self._running):
+                    self._idle.append(self._start_process(backend, device))
+                self._end_when_idle()
+        finally:
+            with self._change:
+                self._starting -= 1
 
     def compile(self, request: GraphRequest, backend: str) -> tuple[GraphSpec, bytes]:
         """Have a region compiled. Return the graph's contract and the bytes that the backend loads.
@@ -183,14 +197,14 @@ class Workers:
             try:
                 made = self._ask(order, backend, request.device)
                 break
-            except _Doubtful:  # each is ended, and without the template there will be no more
-                self._do_without_template()
+            except _Doubtful as error:
+                self._do_without_template(error.__cause__)
         if made.reason:
             raise WorkerError.of(made.reason)
         return made.spec, made.executable
 
     def _ask(self, order: bytes, backend: str, device: torch.device) -> CompileResult:
-        """Have a process answer. Raises _Doubtful if one that was forked could not even start."""
+        """Have a process answer. Raises _Doubtful if one that was forked did not answer its first order."""
         process = self._take(backend, device)
         limit = min(START_LIMIT, compile_limit()) if process.is_doubtful else compile_limit()
         try:
@@ -218,6 +232,8 @@ class Workers:
             process.end()
 
     def _take(self, backend: str, device: torch.device) -> _Process:
+        if not self._idle:
+            self._await_template(backend, device)
         with self._change:
             self._stop_timer()
             while not self._idle and self._running >= max(1, self.count):
@@ -234,33 +250,48 @@ class Workers:
             self._change.notify()
 
     def _start_process(self, backend: str, device: torch.device) -> _Process:
-        if device.type != "cpu":  # compiling for a CPU needs fewer imports
-            self.start_template(backend, device)
         process = _Process(self._setup(backend, device), self._forked() or spawned())
         self._running += 1
         return process
 
-    def _forked(self) -> Channel | None:
-        """Return a worker process that the template has forked, or None if there is no template.
+    def _await_template(self, backend: str, device: torch.device) -> None:
+        """Wait for the template to import everything, without the lock that orders need. Begin one for a GPU.
 
-        A template that is still importing is waited for: a new process would have to import it all as well.
+        A new process would have to import it all as well. Compiling for a CPU needs fewer imports.
         """
-        if self._template is None:
+        if device.type == "cuda":
+            self.start_template(backend, device)
+        with self._template_turn:
+            template = self._template
+            try:
+                if template is not None and not template.is_ready(START_LIMIT):
+                    raise TimeoutError("it is not ready in time")
+            except (OSError, ValueError) as error:  # the second one if another thread has closed its socket
+                self._do_without_template(error)
+
+    def _forked(self) -> Channel | None:
+        """Return a worker process that the template has forked, or None if there is no template."""
+        if self._template is None or not self._template.has_imported:
             return None
         try:
-            if not self._template.is_ready(START_LIMIT):
-                raise TimeoutError
             channel = self._template.fork()
         except OSError as error:
-            log.info("Workers import what they need themselves: the template process cannot be used (%r).", error)
-            self._do_without_template()
+            self._do_without_template(error)
             return None
         self._end_template_when_idle()
         return channel
 
-    def _do_without_template(self) -> None:
+    def _do_without_template(self, why: object) -> None:
+        """Have workers import what they need themselves, and end those that were forked and have shown nothing yet."""
+        log.info("Workers import what they need themselves: the template process cannot be used (%r).", why)
         self._has_failed = True
         self.stop_template()
+        with self._change:
+            doubtful = [process for process in self._idle if process.is_doubtful]
+            self._idle = [process for process in self._idle if not process.is_doubtful]
+            self._running -= len(doubtful)
+        for process in doubtful:
+            process.end()
 
     def _end_template_when_idle(self) -> None:
         if self._template_timer is not None:

@@ -1,7 +1,7 @@
 """A template process imports what worker processes need, and forks them: the imports take longer than most compiles.
 
-It starts with ComfyUI's server, so it is ready when the first prompt is queued. It holds no GPU memory: a process that
-has begun to use CUDA cannot be forked. Linux only. Elsewhere each worker imports for itself.
+It starts with ComfyUI's server, or at the latest with the first worker. It holds no GPU memory: a process that has begun
+to use CUDA cannot be forked. Linux only. Elsewhere each worker imports for itself.
 
 Torch's own compile workers are forked in the same way (`torch._inductor.compile_worker`).
 """
@@ -53,6 +53,11 @@ class Template:
         """The number of the process."""
         return self._process.pid
 
+    @property
+    def has_imported(self) -> bool:
+        """Whether it has said that it is ready."""
+        return self._is_ready
+
     def is_ready(self, seconds: float = 0.0) -> bool:
         """Whether it has imported everything. Waits for that at most this long. Raises OSError if it has ended."""
         if not self._is_ready and select.select([self._control], [], [], seconds)[0]:
@@ -100,7 +105,9 @@ def main(fd: str) -> None:
     control, setup = socket.socket(fileno=int(fd)), receive(sys.stdin.buffer)
     os.dup2(2, 1)
     _import_what_workers_need(setup)
-    gc.freeze()  # a collection in a forked process would copy all the memory that the two share
+    if torch.cuda.is_initialized():
+        return  # something that was imported has begun to use a GPU: workers import for themselves
+    gc.freeze()  # a collection in a forked process would copy the pages of all objects that the two share
     with suppress(ConnectionError):  # the other side has ended
         control.sendall(_READY)
         _fork_when_asked(control)

@@ -9,7 +9,7 @@ import logging
 import platform
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
@@ -101,11 +101,13 @@ class Artifact:
         results = module.graph.output_node()
         results.args = (tuple(result for result in results.args[0] if result is not None),)
         module.recompile()
-        try:
-            if (rewritten := _rewritten(module, torch.device(exported.spec.device))) is not None:
-                return cls(_compiled_in_parts(rewritten))
-        except Exception as error:  # some torch versions refuse some operators
-            log.info("A graph is compiled as it was exported: %s: %s", type(error).__name__, error)
+        rewrites = [split_linears] if can_split(torch.device(exported.spec.device)) else []
+        for some in ([keep_channels_last, *rewrites], rewrites):
+            try:
+                if (rewritten := _rewritten(module, some)) is not None:
+                    return cls(_compiled_in_parts(rewritten))
+            except Exception as error:  # some torch versions refuse some operators
+                log.info("A graph is compiled with fewer changes: %s: %s", type(error).__name__, error)
         return cls(_compiled_in_parts(module))
 
     @classmethod
@@ -138,13 +140,12 @@ class Artifact:
         return choices.from_bytes(archive.read(cls._CHOICES)) if is_there else {}
 
 
-def _rewritten(module: torch.fx.GraphModule, device: torch.device) -> torch.fx.GraphModule | None:
-    """Return a copy of a graph with what makes it faster on this GPU, or None if that is nothing."""
+def _rewritten(
+    module: torch.fx.GraphModule, rewrites: Sequence[Callable[[torch.fx.GraphModule], int]]
+) -> torch.fx.GraphModule | None:
+    """Return a copy of a graph that was changed to be faster, or None if nothing was changed."""
     rewritten = copy.deepcopy(module)
-    count = keep_channels_last(rewritten)
-    if can_split(device):
-        count += split_linears(rewritten)
-    return rewritten if count else None
+    return rewritten if sum(rewrite(rewritten) for rewrite in rewrites) else None
 
 
 def _compiled_in_parts(module: torch.fx.GraphModule) -> Any:

@@ -3,7 +3,7 @@
 Inductor gives an operator's result the strides that PyTorch's own operator would give it, and chooses a memory format
 itself only for images. PyTorch pads and concatenates maps of videos into contiguous ones. So a graph transposed the map
 before each convolution and after it, in kernels that read memory in the wrong order: padding ten frames of 480x848 took
-37 ms on an H100 instead of 1 ms, and the VAEs of LTX-2 and HunyuanVideo 1.5 ran at half of their uncompiled speed.
+37 ms on an H100, and the VAEs of LTX-2 and HunyuanVideo 1.5 ran at half of their uncompiled speed.
 
 Here these operators see the channels as the last dimension, and convolutions take maps in channels_last_3d.
 """
@@ -24,17 +24,29 @@ RANK = 5
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = (_aten.conv3d.default, _aten.conv3d.padding)
+_VIEWS_BY_STRIDES = (
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten.flatten.using_ints,
+    _aten.contiguous.default,
+    _aten.to.dtype,
+    _aten.to.dtype_layout,
+)
+"""Operators that return a view or a copy, or fail, depending on strides."""
 
 
 def keep_channels_last(module: fx.GraphModule) -> int:
     """Have pads, concatenations and convolutions of videos' maps keep channels_last_3d. Return how many these are.
 
-    A graph that convolves no frames stays as it is. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves
-    them.
+    A graph that convolves no frames stays as it is, and so does one that writes where the strides decide what is
+    written to. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
     """
     graph, count = module.graph, 0
-    if not any(node.target in _CONVOLUTIONS for node in graph.nodes):
+    if not any(node.target in _CONVOLUTIONS for node in graph.nodes) or any(map(_writes_by_strides, graph.nodes)):
         return 0
+    for node in graph.nodes:
+        if node.target is _aten.view.default:  # which fails for strides that a map does not have in the export
+            node.target = _aten.reshape.default
     for node in [node for node in graph.nodes if node.target in _REWRITES and _is_map(node)]:
         with graph.inserting_before(node):
             result = _REWRITES[node.target](graph, node)
@@ -48,6 +60,21 @@ def keep_channels_last(module: fx.GraphModule) -> int:
         graph.eliminate_dead_code()
         module.recompile()
     return count
+
+
+def _writes_by_strides(node: fx.Node) -> bool:
+    """Whether an operator writes to what strides have made a view of something else, or a copy."""
+    if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        return False
+    place = node.args[0]
+    while _is_view(place) and place.target not in _VIEWS_BY_STRIDES:
+        place = place.args[0]
+    return _is_view(place)
+
+
+def _is_view(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None) if isinstance(node, fx.Node) else None
+    return schema is not None and any(each.alias_info for each in schema.returns)
 
 
 def _is_map(node: Any) -> bool:
@@ -72,7 +99,7 @@ def _concatenation(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _pad(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x, sides, mode, value = (*node.args, *("constant", None)[len(node.args) - 2 :])
-    if len(sides) > 6 or not all(isinstance(side, int) and side >= 0 for side in sides):
+    if len(sides) > 6 or not any(sides) or not all(isinstance(side, int) and side >= 0 for side in sides):
         return None
     x = add_node(graph, _aten.permute.default, x, CHANNELS_TO_END)
     if mode == "constant":

@@ -287,7 +287,7 @@ InvalidCxxCompiler = Later("torch._inductor.exc:InvalidCxxCompiler")
 cache_dir = Later("torch._inductor.runtime.cache_dir_utils:cache_dir")
 
 # What a process's first compile or load would wait for. Without one of these it waits. Later ones import earlier ones,
-# so that no single import takes long.
+# so that no single import takes long. None of them may begin to use a GPU: a process that has begun cannot be forked.
 INDUCTOR_WARM_UP = (
     triton_key,
     Later("torch._dynamo:"),
@@ -298,7 +298,7 @@ INDUCTOR_WARM_UP = (
     Later("torch._inductor.select_algorithm:"),
     Later("torch._inductor.async_compile:"),
     Later("torch._inductor.standalone_compile:"),
-    Later("torch._inductor.codecache:CacheBase.get_system()"),
+    Later("torch._inductor.codecache:"),
 )
 
 # An artifact for one GPU is moved to another. Without these names each GPU has artifacts compiled of its own.

@@ -61,7 +61,7 @@ def warm_up(backend: str = "auto") -> None:
 def prepare_workers() -> None:
     """Have a process beside this one import what compiling for a GPU needs. Compiling for a CPU needs less."""
     workers, device = registry().cache.workers, comfy_compat.torch_device()
-    if workers is not None and device.type != "cpu":
+    if workers is not None and device.type == "cuda":
         # Whether it can compile is not asked: the answer imports for seconds, in the process that makes images.
         workers.start_template(DEFAULT, device)
 

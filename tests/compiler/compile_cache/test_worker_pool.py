@@ -179,6 +179,21 @@ def test_a_process_that_nobody_waits_for_compiles_an_example(monkeypatch):
     assert done == [1]
 
 
+def test_a_process_that_cannot_use_its_gpu_does_not_start(monkeypatch):
+    """As one that was forked from a process that had begun to use a GPU."""
+
+    def init():
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    source, target = io.BytesIO(), io.BytesIO()
+    send(source, setup("eager", torch.device("cuda")))
+    source.seek(0)
+    worker_main.serve(source, target)
+    target.seek(0)
+    assert "forked subprocess" in str(receive(target).reason)
+
+
 @pytest.mark.parametrize("device", [CPU, torch.device("meta")])
 def test_the_example_compiles(device):
     """A failure is not told, so a test has to show that there is none where there is a compiler."""

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.jobs import CompileTimeout
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
-from compiled_graphs.compiler.compile_cache import worker_pool
+from compiled_graphs.compiler.compile_cache import worker_pool, worker_template
 from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
 from compiled_graphs.compiler.compile_cache.worker_channel import Channel
 from compiled_graphs.compiler.compile_cache.worker_main import CompileResult, Setup, send
@@ -152,11 +153,12 @@ class Double:
     made: list[Double]
 
     def __init__(self, setup):
-        self.device, self.is_broken = setup.device, False
+        self.device, self.is_broken, self.has_imported = setup.device, False, False
         self.made.append(self)
 
     def is_ready(self, seconds=0.0):
-        return not self.is_broken
+        self.has_imported = not self.is_broken
+        return self.has_imported
 
     def fork(self):
         return Channel(0, io.BytesIO(), io.BytesIO(), lambda: None, lambda: None, is_forked=True)
@@ -202,6 +204,51 @@ def test_a_template_that_failed_is_not_begun_again(doubles, monkeypatch):
     assert len(doubles) == 1
     assert len(spawned) == 3
     workers.stop()
+
+
+def test_a_fork_that_fails_ends_all_that_have_shown_nothing_yet(doubles, monkeypatch):
+    monkeypatch.setattr(worker_pool, "spawned", lambda: pytest.fail("none is needed"))
+    workers = Workers(setup, Host(), count=4)
+    workers.start("eager", torch.device("cuda"), 3)
+    workers._idle[0]._has_answered = True
+    workers._do_without_template("one has failed")
+    assert len(workers._idle) == workers._running == 1
+    workers.stop()
+
+
+def test_the_pool_counts_as_warm_and_can_be_stopped_while_the_template_imports(doubles, monkeypatch):
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    def is_ready(self, seconds):
+        asked.set()
+        return may_go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(Double, "is_ready", is_ready)
+    workers = Workers(setup, Host(), count=2)
+    assert not workers.are_warm
+    starting = threading.Thread(target=workers.start, args=("eager", torch.device("cuda")))
+    starting.start()
+    assert asked.wait(PATIENCE)
+    assert workers.pay(2)
+    workers.stop()  # does not wait
+    may_go_on.set()
+    starting.join(PATIENCE)
+    workers.stop()
+    workers.stop_template()
+
+
+def test_one_that_has_begun_to_use_a_gpu_gives_up(monkeypatch):
+    code = (
+        "import sys; sys.path[:] = eval(sys.argv[2])\n"
+        "import torch; torch.cuda.is_initialized = lambda: True\n"
+        "from compiled_graphs.compiler.compile_cache.worker_template import main; main(sys.argv[1])\n"
+    )
+    line = lambda module, fd: [sys.executable, "-c", code, fd, repr(sys.path)]  # noqa: E731
+    monkeypatch.setattr(worker_template, "command", line)
+    template = Template(setup())
+    with pytest.raises(ConnectionError):
+        template.is_ready(PATIENCE)
+    template.stop()
 
 
 @pytest.mark.parametrize("count", [0, 1])

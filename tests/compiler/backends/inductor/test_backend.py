@@ -92,6 +92,20 @@ sys.exit(len(set(sys.modules) - before))
     assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
 
 
+def test_warming_up_does_not_begin_to_use_a_gpu():
+    """A process that has begun cannot be forked, so each worker imported everything itself."""
+    script = """
+import os, torch
+for name in ("_lazy_init", "current_device", "get_device_properties", "get_device_capability", "device_count"):
+    setattr(torch.cuda, name, lambda *a, **k: os._exit(3))
+torch.version.cuda = "13.0"
+from compiled_graphs.compiler.backends.inductor import InductorBackend
+InductorBackend().warm_up()
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == 0
+
+
 def test_the_warm_up_gives_way_before_each_import(monkeypatch):
     order = []
     names = [Mock(get=partial(order.append, name)) for name in "ab"]

@@ -130,7 +130,48 @@ def test_other_graphs_stay_as_they_are(name):
     assert targets(program) == before
 
 
+WRITES = {
+    "flatten": lambda y: y.flatten(1).mul_(2),
+    "reshape": lambda y: y.reshape(y.shape[0], -1)[:, 1:].mul_(2),
+    "contiguous": lambda y: y.contiguous(memory_format=LAST).mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_graph_that_writes_where_strides_decide_stays_as_it_is(name):
+    def run(self, x, before):
+        y = torch.cat([before.contiguous(), x.contiguous()], 2)
+        WRITES[name](y)
+        return self.conv(y)
+
+    program = traced(Unchanged(run))
+    before = targets(program)
+    assert keep_channels_last(program.graph_module) == 0
+    assert targets(program) == before
+
+
+def test_a_graph_that_writes_to_a_map_itself_is_changed():
+    module = Unchanged(lambda self, x, before: self.conv(torch.cat([before, x], 2)).mul_(2))
+    program, x = traced(module), maps(*SIZES[0])
+    assert keep_channels_last(program.graph_module) == 2
+    assert torch.allclose(values(program, x)[0], module(*x), atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_view_that_the_new_strides_do_not_allow_becomes_a_copy(batch):
+    def run(self, x, before):
+        y = functional.pad(x.contiguous(), (1, 1, 0, 0, 0, 0), "replicate")
+        return self.conv(y.view(x.shape[0], -1).view(y.shape))
+
+    module, x = Unchanged(run), maps(*SIZES[0])
+    x = [each.expand(batch, *each.shape[1:]).clone() for each in x]
+    program = torch.export.export(module, tuple(x), strict=False)
+    assert keep_channels_last(program.graph_module) == 2
+    assert torch.allclose(values(program, x)[0], module(*x), atol=1e-6)
+
+
 REST = {
+    "no side": lambda self, x, before: self.conv(functional.pad(x, (0, 0, 0, 0, 0, 0), "replicate")),
     "cut off": lambda self, x, before: self.conv(functional.pad(x, (-1, 1))),
     "channels": lambda self, x, before: self.conv(functional.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:, 1:]),
     "an empty tensor without a shape": lambda self, x, before: self.conv(torch.cat([x.new_empty(0), x], 2)),
