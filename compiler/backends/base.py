@@ -55,7 +55,8 @@ class Backend(Protocol):
     def warm_up(self, give_way: GiveWay = at_once) -> None:
         """Import what the first compile or load of a process needs, which takes seconds. Runs on any thread.
 
-        It does not begin to use a GPU, so that a process that is warm can be forked. It calls `give_way` between pieces of work, and goes on when that returns.
+        It does not begin to use a GPU, so that a process that is warm can be forked. It calls `give_way` between pieces
+        of work, and goes on when that returns.
         """
         ...
 

@@ -1,7 +1,7 @@
 """A template process imports what worker processes need, and forks them: the imports take longer than most compiles.
 
-It starts with ComfyUI's server, or at the latest with the first worker. It holds no GPU memory: a process that has begun
-to use CUDA cannot be forked. Linux only. Elsewhere each worker imports for itself.
+It starts with ComfyUI's server, or at the latest with the first worker. It holds no GPU memory: a process that has
+begun to use CUDA cannot be forked. Linux only. Elsewhere each worker imports for itself.
 
 Torch's own compile workers are forked in the same way (`torch._inductor.compile_worker`).
 """
