@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...common.torch_compat import is_mutable, returns_view
 from .graph_edits import add_node
 
 CHANNELS_TO_END, AND_BACK = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]
@@ -64,7 +65,7 @@ def keep_channels_last(module: fx.GraphModule) -> int:
 
 def _writes_by_strides(node: fx.Node) -> bool:
     """Whether an operator writes to what strides have made a view of something else, or a copy."""
-    if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+    if not is_mutable(node.target):
         return False
     place = node.args[0]
     while _is_view(place) and place.target not in _VIEWS_BY_STRIDES:
@@ -73,8 +74,7 @@ def _writes_by_strides(node: fx.Node) -> bool:
 
 
 def _is_view(node: Any) -> bool:
-    schema = getattr(node.target, "_schema", None) if isinstance(node, fx.Node) else None
-    return schema is not None and any(each.alias_info for each in schema.returns)
+    return isinstance(node, fx.Node) and returns_view(node.target)
 
 
 def _is_map(node: Any) -> bool:

@@ -332,6 +332,11 @@ def is_mutable(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def returns_view(target: Any) -> bool:
+    """Whether the target of a graph's node is an operator that can return a view. Raises as `is_mutable`."""
+    return isinstance(target, OpOverload) and any(each.alias_info for each in target._schema.returns)
+
+
 # Products in float8. Without these names the backend inductor_fp8 cannot be used.
 scaled_mm = Later("torch.ops:aten._scaled_mm.default", Need.SOME)
 FOR_FLOAT8 = (scaled_mm, Later("torch.fx.experimental.sym_node:SymNode.hint", Need.SOME))
