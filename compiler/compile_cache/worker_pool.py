@@ -177,7 +177,8 @@ class Workers:
             self._await_template(backend, device)
             with self._change:
                 for _ in range(min(self.count, wanted) - self._running):
-                    self._idle.append(self._start_process(backend, device))
+                    process = self._start_process(backend, device)  # which may replace the list of idle ones
+                    self._idle.append(process)
                 self._end_when_idle()
         finally:
             with self._change:

@@ -33,7 +33,7 @@ _VIEWS_BY_STRIDES = (
     _aten.to.dtype,
     _aten.to.dtype_layout,
 )
-"""Operators that return a view or a copy, or fail, depending on strides."""
+"""Operators that may return a view or a copy, or fail, depending on strides."""
 
 
 def keep_channels_last(module: fx.GraphModule) -> int:

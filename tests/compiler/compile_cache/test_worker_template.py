@@ -176,7 +176,7 @@ def doubles(monkeypatch):
 
 
 def test_a_start_for_a_gpu_begins_a_template_and_forks_it(doubles, spawned):
-    """Eight processes that import at the same time do in 20 s what one does in 15."""
+    """One process imports, and not each worker at the same time."""
     workers = Workers(setup, Host(), count=3)
     workers.start("eager", torch.device("cuda"))
     assert [template.device for template in doubles] == ["cuda"]
@@ -213,6 +213,27 @@ def test_a_fork_that_fails_ends_all_that_have_shown_nothing_yet(doubles, monkeyp
     workers._idle[0]._has_answered = True
     workers._do_without_template("one has failed")
     assert len(workers._idle) == workers._running == 1
+    workers.stop()
+
+
+def test_processes_started_after_a_fork_failed_are_used(doubles, monkeypatch):
+    """The list of idle processes is another one after that."""
+    forks = iter([Double.fork(None), OSError("no memory")])
+
+    def fork(self):
+        channel = next(forks)
+        if isinstance(channel, OSError):
+            raise channel
+        return channel
+
+    monkeypatch.setattr(Double, "fork", fork)
+    monkeypatch.setattr(
+        worker_pool, "spawned", lambda: Channel(1, io.BytesIO(), io.BytesIO(), lambda: None, lambda: None)
+    )
+    workers = Workers(setup, Host(), count=3)
+    workers.start("eager", torch.device("cuda"))
+    assert [process.is_doubtful for process in workers._idle] == [False, False]
+    assert workers._running == 2, "the forked one has ended"
     workers.stop()
 
 
