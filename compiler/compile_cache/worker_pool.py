@@ -31,7 +31,7 @@ from .worker_template import Template, is_supported
 
 log = logging.getLogger(__name__)
 
-MOST = 12
+MOST = 16
 """Processes at a time."""
 WORTH_BEGINNING = 5
 """Processes are started for this many missing graphs: a start takes as long as compiling three or four graphs."""
@@ -315,7 +315,7 @@ class Workers:
 
 
 def worker_count() -> int:
-    """Return how many processes this machine can run: three for every four cores, and only as many as memory allows.
+    """Return how many processes this machine can run: some cores stay free, and memory must do.
 
     The environment variable COMPILED_GRAPHS_WORKERS sets another number. With 0, this process compiles.
     """
@@ -323,7 +323,8 @@ def worker_count() -> int:
         return max(0, int(os.environ["COMPILED_GRAPHS_WORKERS"]))
     except (KeyError, ValueError):
         pass
-    limits = [MOST, _cores() * 3 // 4]
+    cores = _cores()
+    limits = [MOST, max(cores * 3 // 4, cores - 2)]
     try:
         import psutil
 

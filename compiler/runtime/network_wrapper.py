@@ -243,7 +243,16 @@ def _size_of(args: tuple, kwargs: Mapping[str, Any]) -> int:
 
 
 def _is_finite(result: Any) -> bool:
-    return all(bool(torch.isfinite(t).all()) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+    """Whether a result has neither infinite values nor NaN.
+
+    The extremes show both. To find them takes one pass: `isfinite` of a video on the CPU took 0.2 s, and more memory.
+    """
+    tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return all(_has_finite_extremes(t) for t in tensors if t.is_floating_point() and t.numel())
+
+
+def _has_finite_extremes(tensor: torch.Tensor) -> bool:
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -121,7 +121,11 @@ class Artifact:
         if library is not None:
             library.put()
         choices.put(brought)
-        with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
+        # With more threads than one, Inductor starts as many processes: they would compile kernels, and none is missing.
+        with (
+            settings({"compile_threads": 1}),
+            tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder,
+        ):
             path = Path(folder, cls._ARTIFACT)
             path.write_bytes(in_this_folder(artifact))
             return cls(CompiledArtifact.get().load(path=str(path), format="binary"), library, brought)

@@ -7,58 +7,30 @@ and torch has no bounds for fractions: "Invalid ranges [0:-1]". Video VAEs pad t
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ...common.torch_compat import InductorLayout, MissingName, inductor_globals
+from .replacement import Replaced, Replacement
 
 _NAME = "_stride_expr_ge_or_false"
 
 
-@contextmanager
-def comparing_strides() -> Iterator[None]:
+def comparing_strides() -> AbstractContextManager[None]:
     """Answer such questions in torch's place while graphs are compiled. Does nothing where torch asks none.
 
     Threads that compile meanwhile get the same answers.
     """
-    _replacement.begin()
-    try:
-        yield
-    finally:
-        _replacement.end()
+    return _replacement.in_place()
 
 
-class _Replacement:
-    """Our comparison in place of torch's, as long as anybody compiles."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._restore: Callable[[], None] = lambda: None
-
-    def begin(self) -> None:
-        """Put it in place for one more."""
-        with self._lock:
-            if self._users == 0:
-                layout, original = _original()
-                if original is not None:
-                    setattr(layout, _NAME, staticmethod(_answering(original.__func__)))
-                    self._restore = partial(setattr, layout, _NAME, original)
-            self._users += 1
-
-    def end(self) -> None:
-        """Give torch its own back once nobody compiles any more."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._restore()
-                self._restore = lambda: None
+def _find() -> Replaced | None:
+    layout, original = _original()
+    return None if original is None else Replaced(layout, _NAME, staticmethod(_answering(original.__func__)))
 
 
-_replacement = _Replacement()
+_replacement = Replacement(_find)
 
 
 def _original() -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from ...common.torch_compat import InductorChoices, ReductionHint, inductor_config, inductor_globals
+from .size_width import short_sizes
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,11 @@ def preferences() -> Iterator[None]:
     graphs compile on the same GPU. The form that reads adjacent values at once is faster at real sizes, but now and
     then chance selected the other one, which took up to 2.5 times as long. That other form can be twice as fast only
     for a kernel that reads values that are not adjacent, as rotary embeddings do. Such kernels are still timed.
+
+    Sizes are 32-bit numbers (`size_width`).
     """
     with ExitStack() as stack:
+        _entered(stack, short_sizes)
         choices = [_LongerRows]
         if _entered(stack, lambda: inductor_config.get().patch({"triton.autotune_pointwise": True})):
             choices.append(_OneForm)

@@ -315,6 +315,9 @@ inductor_globals = Later("torch._inductor.virtualized:V")
 # How Inductor compares the strides of padded maps. Without this name its own way stays.
 InductorLayout = Later("torch._inductor.ir:Layout")
 
+# How many bits the arguments of Triton kernels have. Without this name sizes have 64.
+triton_codegen = Later("torch._inductor.codegen.triton:")
+
 # Repeated parts of a graph are compiled once. Without these names they are compiled as often as they are there, or
 # (the last) traced as often.
 tree_map = _optional("torch.utils._pytree:tree_map")

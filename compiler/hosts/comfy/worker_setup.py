@@ -16,18 +16,8 @@ from ...common.host import Host
 from ...compile_cache.worker_main import Setup
 from . import comfy_compat
 
-PRELOADED = (
-    "PIL.Image",
-    "einops",
-    "safetensors.torch",
-    "scipy.stats",
-    "spandrel",
-    "torchaudio",
-    "torchsde",
-    "torchvision",
-    "transformers",
-)
-"""Packages that ComfyUI imports and that do not begin to use a GPU when they are imported. ComfyUI's own modules do."""
+PRELOADED = ("PIL.Image", "einops", "safetensors.torch")
+"""Packages that ComfyUI's blocks import and that do not begin to use a GPU by that. Its own modules do."""
 
 
 def setup(backend: str, device: torch.device) -> Setup:

@@ -343,7 +343,7 @@ def test_few_graphs_start_no_processes(workers):
 
 @pytest.mark.parametrize(
     ("cores", "said", "count"),
-    [(64, None, 12), (16, None, 12), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (8, "x", 6)],
+    [(64, None, 16), (16, None, 14), (8, None, 6), (4, None, 3), (2, None, 1), (16, "0", 0), (16, "3", 3), (8, "x", 6)],
 )
 def test_worker_count_follows_machine_or_variable(cores, said, count, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
@@ -359,7 +359,7 @@ def test_worker_count_without_affinity_uses_all_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 10)
     monkeypatch.setattr(workers_module, "MEMORY", 1)
     monkeypatch.delenv("COMPILED_GRAPHS_WORKERS", raising=False)
-    assert worker_count() == 7
+    assert worker_count() == 8
 
 
 def test_little_memory_means_few_processes(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
-from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper
+from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper, _is_finite
 from compiled_graphs.compiler.runtime.region_forward import _thread
 from compiled_graphs.compiler.runtime.running_call import running_call
 from compiled_graphs.compiler.runtime.sampling import Announced
@@ -150,6 +150,21 @@ def test_overflow_in_graphs_is_redone_with_the_same_draws():
     torch.manual_seed(3)
     assert torch.equal(network(torch.zeros(1)), drawn)
     assert told == [OVERFLOWED]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_one_value_that_is_not_finite_is_seen_wherever_it_is(value, dtype):
+    for size, at in ((1, 0), (33, 0), (33, 20), (33, 32)):
+        image = torch.linspace(-1, 1, size).to(dtype)
+        image[at] = value
+        assert not _is_finite(image)
+        assert not _is_finite((torch.zeros(3), [image]))
+
+
+def test_results_without_such_values_are_finite():
+    largest = torch.tensor([torch.finfo(torch.float16).max], dtype=torch.float16)
+    assert _is_finite((largest, -largest, torch.empty(0), torch.tensor([2**40]), torch.tensor([True]), None))
 
 
 def test_overflow_in_eager_too_is_not_reported():

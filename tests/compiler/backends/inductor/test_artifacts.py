@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,3 +154,14 @@ def test_a_network_compiles_without_optional_names(monkeypatch, tmp_path, take_a
     (x,) = network.inputs(sizes(batch=2, tokens=7))
     (ours,) = compiled(*weights_of(network.blocks[0]), x)
     torch.testing.assert_close(ours, network.blocks[0](x), atol=1e-4, rtol=1e-4)
+
+
+def test_loading_an_artifact_starts_no_processes_that_compile(monkeypatch):
+    threads, before = [], settings()
+    loader = SimpleNamespace(load=lambda **_how: threads.append(torch._inductor.config.compile_threads))
+    monkeypatch.setattr(artifacts, "CompiledArtifact", SimpleNamespace(get=lambda: loader))
+    with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
+        archive.writestr("artifact", b"kernels")
+    Artifact.load(data.getvalue(), torch.device("cuda"))
+    assert threads == [1]
+    assert settings() == before
