@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Timing:
     eager: float
     graph: float
     shape: tuple[int, ...] = ()
-    """Of the first tensor in the call of the network that the region was timed in."""
+    """The `call_size` of the network's call that the region was timed in."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class CallTime:
 
     method: str
     shape: tuple[int, ...]
-    """Of the first tensor in the call."""
+    """The call's `call_size`."""
     seconds: float
     """The median."""
     calls: int
@@ -145,20 +146,29 @@ class LatencyTracker:
 
     @contextmanager
     def timed(
-        self, method: str, args: tuple, kwargs: Mapping[str, Any], had_setup: Callable[[], bool] = lambda: False
+        self,
+        method: str,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        had_setup: Callable[[], bool] = lambda: False,
+        device: torch.device | None = None,
     ) -> Iterator[None]:
-        """Time the call inside the block, unless it says at the end that it had something to set up."""
+        """Time the call inside the block, unless it says at the end that it had something to set up.
+
+        `device` is where a call without tensors does its work.
+        """
         first = _first_tensor(args, kwargs)
-        start = None if first is None else _record_event(first.device)
+        device = device if first is None else first.device
+        start = None if device is None else _record_event(device)
         if start is None:
             yield
             return
         yield
-        end = _record_event(first.device)
+        end = _record_event(device)
         if end is None or had_setup():
             return
         with self._lock:
-            size = self._size(method, tuple(first.shape))
+            size = self._size(method, call_size(args, kwargs))
             if isinstance(start, float):
                 size.seconds.append(end - start)
             else:
@@ -182,10 +192,22 @@ class LatencyTracker:
         return size
 
 
-def first_shape(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape of the first tensor in a call, by which its figures are kept."""
+def call_size(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return what the figures of a call are kept by: the shape of its first tensor.
+
+    A text encoder is called without tensors: with rows of tokens for each of its networks. Their numbers and lengths
+    are its size.
+    """
     first = _first_tensor(args, kwargs)
-    return () if first is None else tuple(first.shape)
+    if first is not None:
+        return tuple(first.shape)
+    given = (value.values() for value in (*args, *kwargs.values()) if isinstance(value, Mapping))
+    rows = (value for value in chain.from_iterable(given) if isinstance(value, list))
+    return tuple(size for each in rows for size in (len(each), max(map(_length, each), default=0)))
+
+
+def _length(row: Any) -> int:
+    return len(row) if isinstance(row, list) else 0
 
 
 def _first_tensor(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:

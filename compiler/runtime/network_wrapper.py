@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..common.reason import Reason, ReasonCode
-from ..common.timing import first_shape
+from ..common.timing import call_size
 from ..common.torch_compat import pytree
 from ..tracing.shape_discovery import ModelCall
 from ..tracing.side_effects import turns
@@ -67,6 +67,8 @@ class NetworkWrapper:
         """If set, replays repeated calls as CUDA graphs, without Python."""
         self.worth: Worth | None = None
         """If set, has calls made uncompiled where compiled ones are slower."""
+        self.device: torch.device | None = None
+        """Where the network runs, for calls without tensors."""
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
         self.on_setup: Callable[[], None] = lambda: None
@@ -86,11 +88,11 @@ class NetworkWrapper:
                 self._decide_alone(self.worth)
             if self.worth.is_plain:
                 return self._call_plain(self.worth, args, kwargs)
-        shape = first_shape(args, kwargs)
-        call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), shape)
+        size = call_size(args, kwargs)
+        call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), size)
         with entered(call):
             self.on_call()
-            timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call))
+            timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call), self.device)
             with turns.shared():  # what is compared is not what a trace on another thread has put in its place
                 is_watched = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
@@ -104,7 +106,7 @@ class NetworkWrapper:
         """Make a call as if nothing were compiled, and time it."""
         self.on_call()
         self.compiled.counters.add_eager(worth.reason)
-        with turns.shared(), worth.pace.timed(self.method, args, kwargs):
+        with turns.shared(), worth.pace.timed(self.method, args, kwargs, device=self.device):
             return self._call_network(*args, **kwargs)
 
     def _decide_alone(self, worth: Worth) -> None:

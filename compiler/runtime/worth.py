@@ -6,6 +6,7 @@ replayed without Python. So steps are then made uncompiled for a sampling or two
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum, auto
 
@@ -23,7 +24,7 @@ ENOUGH_CALLS = 8
 MOST_SAMPLINGS = 3
 """Samplings that are made uncompiled in search of a decision. Then the sizes keep changing, and the graphs stay."""
 ENOUGH_ALONE, MOST_ALONE = 3, 6
-"""ENOUGH_CALLS and MOST_SAMPLINGS for a VAE. It decodes once a prompt, so each decode counts as a sampling."""
+"""The same for networks that are called once a prompt, such as a VAE's decoder: each call counts as a sampling."""
 
 
 class _State(Enum):
@@ -41,7 +42,16 @@ class Worth:
         """Return the worth of a VAE's decoder, whose calls belong to no sampling."""
         return cls(ENOUGH_ALONE, MOST_ALONE)
 
-    def __init__(self, enough_calls: int = ENOUGH_CALLS, most_samplings: int = MOST_SAMPLINGS) -> None:
+    @classmethod
+    def of_encoder(cls) -> Worth:
+        """Return the worth of a text encoder. It is always doubted: its blocks are so small that what runs between
+        them takes as long, and three prompts encoded without graphs cost nothing.
+        """
+        return cls(ENOUGH_ALONE, MOST_ALONE, doubted=math.inf)
+
+    def __init__(
+        self, enough_calls: int = ENOUGH_CALLS, most_samplings: int = MOST_SAMPLINGS, doubted: float = DOUBTED
+    ) -> None:
         self.pace = LatencyTracker()
         """What uncompiled calls take; told by whoever makes them."""
         self.factor: float | None = None
@@ -52,6 +62,7 @@ class Worth:
         self._samplings = 0
         self._enough_calls = enough_calls
         self._most_samplings = most_samplings
+        self._doubted = doubted
 
     @property
     def is_plain(self) -> bool:
@@ -75,7 +86,7 @@ class Worth:
 
         `gain` is what the network seems to gain, if that is final, and `figures` are those of its compiled calls.
         """
-        if self._state is _State.UNDOUBTED and gain is not None and gain.factor < DOUBTED:
+        if self._state is _State.UNDOUBTED and gain is not None and gain.factor < self._doubted:
             self._compiled = self._by_size(figures)
             self._state = _State.TRIED if self._compiled else _State.UNDOUBTED
         elif self._state is _State.TRIED:

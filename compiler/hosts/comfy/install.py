@@ -47,6 +47,7 @@ from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, take_turns
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
+from .synthetic_prompts import ENCODE
 from .texts import (
     branches_line,
     capture_line,
@@ -377,7 +378,7 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
     play = _role(request, target, built)
     for each in built.wrappers:
         each.inner = foreign_forward(target.patcher, target.network, target.prefix + each.method, each.method)
-        each.on_call = play
+        each.on_call, each.device = play, target.device
         if isinstance(each, VAEWrapper):
             each.on_broken = built.status.tell_broken
         each.install_while_running(made.forwards)
@@ -429,14 +430,21 @@ def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
 
 
 def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built, announces: bool) -> None:
-    """Have a model, or the decoder of a VAE, run uncompiled if that is faster.
+    """Have a model, a text encoder, or the decoder of a VAE, run uncompiled if that is faster.
 
     It is decided once for all clones that run the same graphs. `announces` says that ComfyUI tells of samplings.
     """
     entrance = built.wrappers[0]
-    if announces or isinstance(entrance, VAEWrapper):
-        known, what = _worths.setdefault(target.network, {}), _same_graphs(target, chosen)
-        entrance.worth = known.setdefault(what, Worth() if announces else Worth.of_decoder())
+    if announces:
+        worth = Worth()
+    elif isinstance(entrance, VAEWrapper):
+        worth = Worth.of_decoder()
+    elif entrance.method == ENCODE:
+        worth = Worth.of_encoder()
+    else:
+        return
+    known = _worths.setdefault(target.network, {})
+    entrance.worth = known.setdefault(_same_graphs(target, chosen), worth)
 
 
 def times_itself(device: torch.device) -> bool:

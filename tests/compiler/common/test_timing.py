@@ -100,6 +100,32 @@ def test_a_call_that_fails_or_has_no_tensor_does_not_count(clock):
     assert pace.figures() == []
 
 
+PROMPT = {"l": [[(7, 1.0)] * 77, [(7, 1.0)] * 77], "g": [[(7, 1.0)] * 77], "style": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "size"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(4)), {}, (2, 3)),
+        ((PROMPT,), {}, (2, 77, 1, 77)),
+        ((), {"tokens": {"llm": [[1] * 9, [1] * 12]}}, (2, 12)),
+        ((PROMPT,), {"image": torch.zeros(5)}, (5,)),
+        (({"llm": []}, "text", [1, 2]), {}, (0, 0)),
+        ((), {}, ()),
+    ],
+)
+def test_the_size_of_a_call(args, kwargs, size):
+    assert timing.call_size(args, kwargs) == size
+
+
+def test_calls_without_tensors_are_timed_where_they_run(clock):
+    pace = LatencyTracker()
+    with pace.timed("encode", (PROMPT,), {}, device=torch.device("cpu")):
+        clock.now += 0.5
+    (figure,) = pace.figures()
+    assert (figure.method, figure.shape, figure.seconds) == ("encode", (2, 77, 1, 77), 0.5)
+
+
 def test_an_entrance_times_its_calls(clock):
     class Slow(nn.Module):
         def forward(self, x):

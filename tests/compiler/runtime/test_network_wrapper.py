@@ -47,7 +47,7 @@ class FakeCompiledModel:
     def __init__(self):
         self.changed = self.is_due = False
         self.counters = Counters()
-        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
+        self.pace = SimpleNamespace(timed=lambda *call, **where: nullcontext())
         self.ended = []
 
     def follow(self):
@@ -299,7 +299,7 @@ class FixedWorth:
     def __init__(self, is_plain=False, is_left=False):
         self.is_plain, self.is_left = is_plain, is_left
         self.reason, self.factor = OVERFLOWED, None
-        self.pace = SimpleNamespace(timed=lambda *arguments: nullcontext())
+        self.pace = SimpleNamespace(timed=lambda *call, **where: nullcontext())
         self.told = []
 
     def end_sampling(self, gain, figures):

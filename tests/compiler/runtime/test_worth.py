@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.common.timing import CallTime, Gain
-from compiled_graphs.compiler.runtime.worth import DOUBTED, ENOUGH_CALLS, MARGIN, MOST_SAMPLINGS, Worth
+from compiled_graphs.compiler.runtime.worth import DOUBTED, ENOUGH_ALONE, ENOUGH_CALLS, MARGIN, MOST_SAMPLINGS, Worth
 
 SMALL, LARGE = (1, 4, 8, 8), (1, 4, 16, 16)
 SLOWER, FASTER = Gain(0.9, True), Gain(DOUBTED + 0.01, True)
@@ -23,7 +23,7 @@ class Fed:
     def __init__(self, *figures):
         self._figures = list(figures)
 
-    def timed(self, *call):
+    def timed(self, *call, **where):
         return nullcontext()
 
     def figures(self):
@@ -58,6 +58,15 @@ def test_there_is_no_doubt_without_figures(gain, figures):
     worth = Worth()
     worth.end_sampling(gain, figures)
     assert not worth.is_plain
+
+
+def test_a_text_encoder_is_doubted_however_fast_its_blocks_are():
+    worth = Worth.of_encoder()
+    worth.end_sampling(FASTER, [figure(1.0, calls=ENOUGH_ALONE - 1)])
+    assert not worth.is_plain
+    worth.end_sampling(FASTER, [figure(1.0, calls=ENOUGH_ALONE)])
+    assert worth.is_plain
+    assert after(worth, figure(0.5, calls=ENOUGH_ALONE)).is_left
 
 
 def test_blocks_that_seem_slower_are_no_reason_to_leave():

@@ -11,7 +11,9 @@ from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.common.timing import CallTime, Timing
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install
+from compiled_graphs.compiler.hosts.comfy.synthetic_prompts import ENCODE
 from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS
+from encoders import TABLE
 from recorders import repeat
 from vbar import stream
 
@@ -27,7 +29,7 @@ class Fed:
     def __init__(self, seconds, method="forward"):
         self._seconds, self._method = seconds, method
 
-    def timed(self, *call):
+    def timed(self, *call, **where):
         return nullcontext()
 
     def figures(self):
@@ -211,6 +213,34 @@ def test_encodes_say_nothing_of_a_decoder(vae, registry):
     decoder(ours).compiled.pace = Fed(1.0, "encode")
     assert [decodes(ours)[1] for _ in range(3)] == [True] * 3
     assert ours.patcher.object_patches["encode"].worth is None
+
+
+@pytest.fixture
+def encoder():
+    return next(row for row in TABLE if row.name == "CLIP-L: SD1.5").load()
+
+
+def encodes(clip):
+    """The encoded prompt, and whether graphs encoded it."""
+    counters = clip.patcher.object_patches[ENCODE].compiled.counters
+    before = counters.calls
+    return clip.encode_from_tokens(clip.tokenize("a cat")), counters.calls > before
+
+
+@pytest.mark.parametrize(("uncompiled", "is_left"), [(0.8, True), (1.3, False)])
+def test_a_text_encoder_is_compared_without_a_doubt(encoder, registry, uncompiled, is_left):
+    told = []
+    ours, _ = host.compile_clip(encoder, host.Request("auto", verify=False, on_change=told.append))
+    expected, is_compiled = encodes(ours)
+    assert is_compiled
+    entrance = ours.patcher.object_patches[ENCODE]
+    entrance.compiled.pace, entrance.worth.pace = Fed(1.0, ENCODE), Fed(uncompiled, ENCODE)
+    for kind in entrance.compiled.kinds():
+        for graph in kind.graphs:
+            graph.timing = Timing(5.0, 1.0)
+    assert [encodes(ours)[1] for _ in range(3)] == [False, not is_left, not is_left]
+    assert torch.allclose(encodes(ours)[0], expected, atol=1e-5)
+    assert (LEFT in told[-1]) == is_left
 
 
 def test_the_graphs_are_still_there(model, sample, registry):
