@@ -25,7 +25,6 @@ from torch import nn
 
 from ..backends import BACKENDS
 from ..backends.base import Backend
-from ..backends.cuda_warmup import Example
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, reason_of
@@ -36,6 +35,7 @@ from ..identity.graph_spec import GraphSpec
 from ..tracing.export import ExportedRegion, export_region
 from ..tracing.graph_request import GraphRequest
 from ..tracing.operators import register_operators
+from .worker_channel import give_way
 
 MOMENT = 0.1
 """Seconds in which an order that was sent before is read."""
@@ -84,6 +84,7 @@ class CompileResult:
 
 def main() -> None:
     """Answer requests from standard input until it ends. It ends when the process at its other end does."""
+    give_way()
     source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # printed text must not get between messages
     # On Windows a compiler that inherits a pipe that a thread reads from can wait for that thread as it starts.
@@ -206,16 +207,17 @@ def _make(order: CompileRequest, host: Host) -> CompileResult:
 
 
 def _compile_example(backend: Backend, device: torch.device) -> None:
-    """Compile a small example, where nobody waits: a process takes longer for its first graph. Failing is no matter."""
+    """Compile a small example, where nobody waits: a process takes longer for its first graph. Failing is no matter.
+
+    The example is as small as can be. An order that comes meanwhile has to wait for it.
+    """
     with suppress(Exception):
-        _compile_small_block(backend, device)
+        _compile_activation(backend, device)
 
 
-def _compile_small_block(backend: Backend, device: torch.device) -> None:
+def _compile_activation(backend: Backend, device: torch.device) -> None:
     with FakeTensorMode(shape_env=ShapeEnv()), torch.no_grad():
-        # On a CPU the example would start a C++ compiler, which takes longer than the warm-up saves.
-        block = nn.SiLU() if device.type == "cpu" else Example(device)
         example = torch.empty(2, 8, 6, 10, device=device, dtype=torch.float16)
         sizes = dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)
-        program = torch.export.export(block, (example,), dynamic_shapes=(sizes,), strict=False)
+        program = torch.export.export(nn.SiLU(), (example,), dynamic_shapes=(sizes,), strict=False)
     backend.compile(ExportedRegion(program, GraphSpec("", str(device), (), (), (), (), (), ""))).to_bytes()

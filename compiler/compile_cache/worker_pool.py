@@ -135,7 +135,7 @@ class Workers:
     @property
     def count(self) -> int:
         """How many processes there may be at a time."""
-        return worker_count() if self._count is None else self._count
+        return worker_count(self._running) if self._count is None else self._count
 
     @property
     def are_warm(self) -> bool:
@@ -314,8 +314,10 @@ class Workers:
             self._timer = None
 
 
-def worker_count() -> int:
+def worker_count(running: int = 0) -> int:
     """Return how many processes this machine can run: some cores stay free, and memory must do.
+
+    What is free is for others than those `running` already.
 
     The environment variable COMPILED_GRAPHS_WORKERS sets another number. With 0, this process compiles.
     """
@@ -328,11 +330,11 @@ def worker_count() -> int:
     try:
         import psutil
 
-        limits.append(psutil.virtual_memory().available // MEMORY)
+        limits.append(running + psutil.virtual_memory().available // MEMORY)
     except ImportError:
         pass
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        limits.append(torch.cuda.mem_get_info()[0] // MEMORY)
+        limits.append(running + torch.cuda.mem_get_info()[0] // MEMORY)
     return min(limits)
 
 

@@ -25,7 +25,7 @@ from ..backends import BACKENDS
 from ..backends.cuda_warmup import Example
 from ..common import boot
 from ..tracing.operators import register_operators
-from .worker_channel import ENVIRONMENT, Channel, command
+from .worker_channel import ENVIRONMENT, Channel, command, give_way
 from .worker_main import Setup, absolute_entries, receive, send, serve
 
 _READY, _FORK, _END = b"r", b"f", b"e"
@@ -104,6 +104,7 @@ def main(fd: str) -> None:
     """Import what workers need, then fork one for each request. Ends when the other side closes its socket."""
     control, setup = socket.socket(fileno=int(fd)), receive(sys.stdin.buffer)
     os.dup2(2, 1)
+    give_way()
     _import_what_workers_need(setup)
     if torch.cuda.is_initialized():
         return  # something that was imported has begun to use a GPU: workers import for themselves

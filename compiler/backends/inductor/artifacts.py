@@ -121,7 +121,7 @@ class Artifact:
         if library is not None:
             library.put()
         choices.put(brought)
-        # With more threads than one, Inductor starts as many processes: they would compile kernels, and none is missing.
+        # With more threads than one, Inductor starts processes that could compile kernels. No kernel is missing here.
         with (
             settings({"compile_threads": 1}),
             tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder,

@@ -19,6 +19,9 @@ from . import comfy_compat
 PRELOADED = ("PIL.Image", "einops", "safetensors.torch")
 """Packages that ComfyUI's blocks import and that do not begin to use a GPU by that. Its own modules do."""
 
+LAYERS = "comfy.ops.cast_bias_weight"
+"""A function of the module that has the layers of all blocks. To import it takes a second, and begins to use a GPU."""
+
 
 def setup(backend: str, device: torch.device) -> Setup:
     """Return what a worker process needs to be like this ComfyUI: its modules, and the options it was started with."""
@@ -42,6 +45,7 @@ def make_host(given: Given) -> Host:
     """Import ComfyUI, and have extensions' modules found."""
     comfy_compat.set_start_options(given.options)
     adopt(given.packages)
+    comfy_compat.find(LAYERS)  # the first order would wait for it
     from .rules.host import HOST
 
     return HOST

@@ -24,6 +24,7 @@ from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.compile_cache import worker_main
 from compiled_graphs.compiler.compile_cache import worker_pool as workers_module
 from compiled_graphs.compiler.compile_cache.graph_cache import CompileIn, GraphCache, Requester
+from compiled_graphs.compiler.compile_cache.worker_channel import NICENESS
 from compiled_graphs.compiler.compile_cache.worker_main import CompileResult, Setup, receive, send
 from compiled_graphs.compiler.compile_cache.worker_pool import WorkerError, Workers, worker_count
 from compiled_graphs.compiler.registry.registry import Registry
@@ -209,7 +210,7 @@ def test_a_process_that_cannot_use_its_gpu_does_not_start(monkeypatch):
 
 
 def test_the_example_compiles():
-    worker_main._compile_small_block(EagerBackend(), CPU)
+    worker_main._compile_activation(EagerBackend(), CPU)
 
 
 def test_an_example_that_fails_is_no_matter(monkeypatch):
@@ -219,7 +220,7 @@ def test_an_example_that_fails_is_no_matter(monkeypatch):
         asked.append(device)
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(worker_main, "_compile_small_block", fail)
+    monkeypatch.setattr(worker_main, "_compile_activation", fail)
     worker_main._compile_example(EagerBackend(), CPU)
     assert asked == [CPU]
 
@@ -367,6 +368,14 @@ def test_little_memory_means_few_processes(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(workers_module, "MEMORY", 1 << 60)
     assert worker_count() == 0
+    assert worker_count(running=3) == 3, "these have their memory already"
+
+
+@pytest.mark.skipif(not hasattr(os, "nice"), reason="priorities are set otherwise here")
+def test_a_worker_gives_way_to_the_process_that_makes_images(workers, variant):
+    GraphCache(workers=workers).get_or_compile(variant, by(), CompileIn.WORKER_REQUIRED)
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, process._channel.pid) - ours for process in workers._idle} == {NICENESS}
 
 
 class Layers(nn.Module):
