@@ -39,5 +39,5 @@ async def comfy_entrypoint() -> Any:
 doctor_route.register()
 metrics_route.register()
 if _IS_FIRST_COPY:
-    queued_prompt.register(NODE_CLASS_MAPPINGS.keys(), {node.ID for node in _WITH_BACKEND})
+    queued_prompt.register(NODE_CLASS_MAPPINGS.keys(), {node.ID for node in _WITH_BACKEND}, {LoadGraph.ID})
     server_start.register()

@@ -18,10 +18,11 @@ from .apply_settings import apply_settings
 from .prompt_server import prompt_server
 
 
-def register(ours: Collection[str], with_backend: Collection[str]) -> None:
+def register(ours: Collection[str], with_backend: Collection[str], that_load: Collection[str] = ()) -> None:
     """Have ComfyUI's server say when a prompt is queued, if there is a server that does.
 
-    `ours` are the ids of this extension's nodes, `with_backend` those of them that have a widget `backend`.
+    `ours` are the ids of this extension's nodes, `with_backend` those of them that have a widget `backend`, and
+    `that_load` those that load graphs from a file.
     """
     add = getattr(prompt_server(), "add_on_prompt_handler", None)
     if add is None:  # The nodes begin the warm-up themselves when they run.
@@ -30,7 +31,8 @@ def register(ours: Collection[str], with_backend: Collection[str]) -> None:
     def on_prompt(request: Any) -> Any:
         found = nodes_in(request, ours)
         if found:
-            _prepare([backend for name, inputs in found if name in with_backend if (backend := backend_of(inputs))])
+            backends = [backend for name, inputs in found if name in with_backend if (backend := backend_of(inputs))]
+            _prepare(backends, any(name in that_load for name, _ in found))
         return request
 
     add(on_prompt)
@@ -50,15 +52,16 @@ def backend_of(inputs: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and name in NAMES else None
 
 
-def _prepare(backends: Collection[str]) -> None:
+def _prepare(backends: Collection[str], loads: bool) -> None:
     """Begin the warm-up of these backends, apply the settings, and announce changes of the registry from now on.
 
+    `loads` says that the prompt loads graphs from a file.
     The handler runs on the server's loop, which must wait for no disk: the store may be on a network.
     """
     from ..compiler.hosts.comfy.process import registry, warm_up
 
     for backend in dict.fromkeys(backends):
-        warm_up(backend)
+        warm_up(backend, loads)
 
     def finish() -> None:
         registry().on_change = events.announce

@@ -130,6 +130,8 @@ class Workers:
         self._template: Template | None = None
         self._template_turn = threading.Lock()
         self._has_failed = False
+        self.has_orders = threading.Event()
+        """Set once a process was sent what to compile."""
         self._template_timer: threading.Timer | None = None
 
     @property
@@ -208,6 +210,7 @@ class Workers:
         """Have a process answer. Raises _Doubtful if one that was forked did not answer its first order."""
         process = self._take(backend, device)
         limit = min(START_LIMIT, compile_limit()) if process.is_doubtful else compile_limit()
+        self.has_orders.set()
         try:
             made = process.ask(order, limit)
         except BaseException as error:

@@ -55,14 +55,14 @@ def test_the_handler_prepares_and_hands_the_request_on(queued_prompt, monkeypatc
     handlers, prepared = [], []
     server = SimpleNamespace(add_on_prompt_handler=handlers.append)
     monkeypatch.setattr(queued_prompt, "prompt_server", lambda: server)
-    monkeypatch.setattr(queued_prompt, "_prepare", prepared.append)
-    queued_prompt.register(OURS, {"CG_CompileModel"})
+    monkeypatch.setattr(queued_prompt, "_prepare", lambda *what: prepared.append(what))
+    queued_prompt.register(OURS, {"CG_CompileModel"}, {"CG_DeepCache"})
     (handler,) = handlers
     compiled = {"prompt": {"1": {"class_type": "CG_CompileModel", "inputs": {"backend": "eager"}}}}
     cached = {"prompt": {"1": {"class_type": "CG_DeepCache", "inputs": {}}}}
     for request in (compiled, cached, {"prompt": {}}):
         assert handler(request) is request
-    assert prepared == [["eager"], []]
+    assert prepared == [(["eager"], False), ([], True)]
 
 
 def test_comfyuis_server_module_is_not_ours():

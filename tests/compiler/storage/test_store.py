@@ -687,6 +687,13 @@ def test_a_killed_process_frees_its_lock(store, monkeypatch, caplog):
         assert said(caplog) == []
 
 
+def test_keys_that_begin_alike_are_compiled_at_the_same_time(store, monkeypatch, caplog):
+    """Of 14 keys two begin with the same two characters in three of ten networks."""
+    monkeypatch.setattr(store_module, "LOCK_LIMIT", 0.2)
+    with store.exclusive("01" + "2" * 62), store.exclusive("01" + "3" * 62):
+        assert said(caplog) == []
+
+
 def test_threads_take_turns(store):
     inside, most = 0, 0
 
