@@ -334,7 +334,12 @@ def _vae_network(name: str) -> torch.nn.Module:
     if name == "ltx2":
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
-        return VideoVAE(version=2)
+        network = VideoVAE(version=2)
+        statistics = network.per_channel_statistics
+        # Uninitialised, they would make all latents the same.
+        statistics.get_buffer("std-of-means").fill_(1.0)
+        statistics.get_buffer("mean-of-means").zero_()
+        return network
     if name == "hunyuan15":
         from comfy.ldm.models.autoencoder import AutoencodingEngine
 
