@@ -171,7 +171,9 @@ class LoadGraph:
         )
         from ..compiler.hosts.comfy.process import warm_up
 
-        warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
+        warm_up(
+            backend, loads=True
+        )  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
         found = graph_folder.read(graph, block_classes(model, vae, control_net), digest, where)
         shown = _Lines(found.problem)
         common = replace(

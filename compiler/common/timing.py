@@ -195,19 +195,27 @@ class LatencyTracker:
 def call_size(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return what the figures of a call are kept by: the shape of its first tensor.
 
-    A text encoder is called without tensors: with rows of tokens for each of its networks. Their numbers and lengths
-    are its size.
+    A text encoder is called without tensors: with rows of tokens for each of its networks. Its work depends on their
+    number and lengths, on whether words have weights (ComfyUI then encodes an empty text as well), on images among the
+    tokens, and on numbers that come with them, such as how many tokens to generate.
     """
     first = _first_tensor(args, kwargs)
     if first is not None:
         return tuple(first.shape)
     given = (value.values() for value in (*args, *kwargs.values()) if isinstance(value, Mapping))
-    rows = (value for value in chain.from_iterable(given) if isinstance(value, list))
-    return tuple(size for each in rows for size in (len(each), max(map(_length, each), default=0)))
+    return tuple(chain.from_iterable(map(_size_of_prompt, chain.from_iterable(given))))
 
 
-def _length(row: Any) -> int:
-    return len(row) if isinstance(row, list) else 0
+def _size_of_prompt(value: Any) -> Iterator[int]:
+    """Yield what tells rows of tokens from others, or the whole numbers of a mapping."""
+    if isinstance(value, Mapping):
+        yield from (number for number in value.values() if isinstance(number, int))
+    elif isinstance(value, list):
+        rows = [row for row in value if isinstance(row, list)]
+        tokens = [token for row in rows for token in row if isinstance(token, tuple) and len(token) > 1]
+        yield from (len(value), max(map(len, rows), default=0), any(weight != 1.0 for _, weight, *_ in tokens))
+        seen = (part for token, *_ in tokens if isinstance(token, Mapping) for part in token.values())
+        yield from chain.from_iterable(part.shape for part in seen if isinstance(part, torch.Tensor))
 
 
 def _first_tensor(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -226,6 +226,8 @@ class GraphCache:
             jobs = [partial(self.get_or_refuse, request, by, place) for request in requests]
             outcomes = side_by_side(jobs, self.workers.count, check)
         else:  # on this thread, because tracing must stop after a cancellation
+            if self.workers is not None:
+                self.workers.has_begun.set()
             place = CompileIn.WORKER_REQUIRED if is_beside else CompileIn.PROCESS
             outcomes = self._one_by_one(requests, by, place, check)
         start, counted = time.perf_counter(), by.counters.seconds

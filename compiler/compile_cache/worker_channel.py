@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +17,7 @@ from ..common import boot
 # each of its functions by default. With more, compiling a block of SDXL took a tenth less.
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "SYMPY_CACHE_SIZE": "100000"}
 NICENESS = 5
-"""How much a worker gives way to others: they may be making images, and prepare what the next workers wait for."""
+"""Workers lower their priority by this much. The main process makes images, and prepares the next orders."""
 
 _PACKAGE = __name__.partition(".compiler.")[0]
 """This package's name. In ComfyUI that is the name of its folder."""
@@ -52,8 +53,8 @@ def spawned() -> Channel:
 
 
 def give_way() -> None:
-    """Have this process's other side go first where cores are scarce."""
-    if hasattr(os, "nice"):
+    """Lower this process's priority, so that the process that makes images runs first."""
+    with suppress(AttributeError, OSError):  # Windows has no `nice`, and a sandbox may forbid it
         os.nice(NICENESS)
 
 

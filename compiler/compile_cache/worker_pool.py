@@ -130,14 +130,14 @@ class Workers:
         self._template: Template | None = None
         self._template_turn = threading.Lock()
         self._has_failed = False
-        self.has_orders = threading.Event()
-        """Set once a process was sent what to compile."""
+        self.has_begun = threading.Event()
+        """Set when graphs begin to be compiled, here or by a process of the pool."""
         self._template_timer: threading.Timer | None = None
 
     @property
     def count(self) -> int:
         """How many processes there may be at a time."""
-        return worker_count(self._running) if self._count is None else self._count
+        return worker_count() if self._count is None else self._count
 
     @property
     def are_warm(self) -> bool:
@@ -210,7 +210,7 @@ class Workers:
         """Have a process answer. Raises _Doubtful if one that was forked did not answer its first order."""
         process = self._take(backend, device)
         limit = min(START_LIMIT, compile_limit()) if process.is_doubtful else compile_limit()
-        self.has_orders.set()
+        self.has_begun.set()
         try:
             made = process.ask(order, limit)
         except BaseException as error:
@@ -317,10 +317,8 @@ class Workers:
             self._timer = None
 
 
-def worker_count(running: int = 0) -> int:
+def worker_count() -> int:
     """Return how many processes this machine can run: some cores stay free, and memory must do.
-
-    What is free is for others than those `running` already.
 
     The environment variable COMPILED_GRAPHS_WORKERS sets another number. With 0, this process compiles.
     """
@@ -333,11 +331,11 @@ def worker_count(running: int = 0) -> int:
     try:
         import psutil
 
-        limits.append(running + psutil.virtual_memory().available // MEMORY)
+        limits.append(psutil.virtual_memory().available // MEMORY)
     except ImportError:
         pass
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        limits.append(running + torch.cuda.mem_get_info()[0] // MEMORY)
+        limits.append(torch.cuda.mem_get_info()[0] // MEMORY)
     return min(limits)
 
 

@@ -28,7 +28,7 @@ class RunningCall:
         self._repeat = repeat
         self.model = model
         self.shape = shape
-        """Of the first tensor in the call."""
+        """The call's `call_size`."""
         self.regions = 0
         """Calls of regions so far."""
         self.entries: set[CacheEntry] = set()

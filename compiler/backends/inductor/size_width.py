@@ -5,7 +5,9 @@ kernel divides by a size, which it does for each value of a padded map, it then 
 sides of a video's map took 1.2 ms for 0.14 GB on an H100, and reading and writing it takes 0.1 ms.
 
 The graphs of this project have guards against tensors with more values than 32 bits can count (`export._index_limits`),
-and take their inputs in formats without gaps. A product of sizes that an index consists of is no larger.
+and take their inputs in formats without gaps. So no product of sizes in an index is larger than that. The guards are
+those of the exported graph. `split_products` makes a tensor three times as long as a layer's result; that would matter
+for T5-XXL with more than 70,000 tokens.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def _find() -> Replaced | None:
 
 
 def _with_short_sizes(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
-    def types_of_arguments(signature: Any, *, size_dtype: Any = None, **others: Any) -> dict[str, str]:
-        types = original(signature, size_dtype=size_dtype, **others)
-        if size_dtype != "tl.int32" or not _is_ours.get():
+    def types_of_arguments(*given: Any, **named: Any) -> dict[str, str]:
+        types = original(*given, **named)
+        if named.get("size_dtype") != "tl.int32" or not _is_ours.get():
             return types
         return {name: "i32" if kind == "i64" and name.startswith("ks") else kind for name, kind in types.items()}
 

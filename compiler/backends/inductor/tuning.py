@@ -12,11 +12,18 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from ...common.torch_compat import InductorChoices, ReductionHint, inductor_config, inductor_globals
+from ...common.torch_compat import (
+    InductorChoices,
+    ReductionHint,
+    compiler_config,
+    inductor_config,
+    inductor_globals,
+)
 from .size_width import short_sizes
 
 log = logging.getLogger(__name__)
 
+TAG = "compiled_graphs: longer rows, one form, 32-bit sizes"
 LONGEST_ROW = 4096
 """Kernels reduce rows of up to this many values in registers."""
 LONGEST_HEAD = 256
@@ -38,8 +45,11 @@ def preferences() -> Iterator[None]:
     for a kernel that reads values that are not adjacent, as rotary embeddings do. Such kernels are still timed.
 
     Sizes are 32-bit numbers (`size_width`).
+
+    Inductor's own caches do not know of all this. A tag keeps them apart from graphs that are compiled otherwise.
     """
     with ExitStack() as stack:
+        _entered(stack, lambda: compiler_config.get().patch(cache_key_tag=TAG))
         _entered(stack, short_sizes)
         choices = [_LongerRows]
         if _entered(stack, lambda: inductor_config.get().patch({"triton.autotune_pointwise": True})):

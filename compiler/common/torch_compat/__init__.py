@@ -308,6 +308,7 @@ CompiledTritonKernels = Later("torch._inductor.async_compile:CompiledTritonKerne
 
 # What Inductor is told to choose otherwise. Without these names it chooses as it does by itself.
 inductor_config = Later("torch._inductor.config:")
+compiler_config = Later("torch.compiler.config:")
 InductorChoices = Later("torch._inductor.choices:InductorChoices")
 ReductionHint = Later("torch._inductor.runtime.hints:ReductionHint")
 inductor_globals = Later("torch._inductor.virtualized:V")

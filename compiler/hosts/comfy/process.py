@@ -63,7 +63,7 @@ def warm_up(backend: str = "auto", loads: bool = False) -> None:
 
 
 ORDERS = 20.0
-"""Seconds in which a node gives workers their orders, once its prompt is queued. What comes later is not waited for."""
+"""The warm-up waits at most this many seconds for the first order."""
 
 
 def prepare_workers() -> None:
@@ -94,7 +94,7 @@ def _warm_up(name: str, give_way: GiveWay = at_once, loads: bool = False) -> Bac
     """Return the backend with this name once it is warm; None if there is none here.
 
     Where nothing was ever compiled, workers will compile. They are started first, and this process imports when they
-    have their orders: beside its imports, what a node does before that took 11 s instead of 6.
+    have their orders. If it imported at once, the node would take 11 s instead of 6 to send them.
     """
     device = comfy_compat.torch_device()
     chosen, only_loads = choose_backend(name, device, only_loads=True)
@@ -104,7 +104,7 @@ def _warm_up(name: str, give_way: GiveWay = at_once, loads: bool = False) -> Bac
     if workers is not None and workers.count > 1 and store is not None and not only_loads and not store.keys():
         workers.start(chosen.name, device)
         if not loads:
-            workers.has_orders.wait(ORDERS)
+            workers.has_begun.wait(ORDERS)
     register_operators()
     chosen.warm_up(give_way)
     give_way()

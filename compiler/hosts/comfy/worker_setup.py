@@ -17,7 +17,7 @@ from ...compile_cache.worker_main import Setup
 from . import comfy_compat
 
 PRELOADED = ("PIL.Image", "einops", "safetensors.torch")
-"""Packages that ComfyUI's blocks import and that do not begin to use a GPU by that. Its own modules do."""
+"""ComfyUI's blocks import these packages. Importing them does not begin to use a GPU. Its own modules do."""
 
 LAYERS = "comfy.ops.cast_bias_weight"
 """A function of the module that has the layers of all blocks. To import it takes a second, and begins to use a GPU."""

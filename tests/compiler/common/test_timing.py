@@ -101,16 +101,20 @@ def test_a_call_that_fails_or_has_no_tensor_does_not_count(clock):
 
 
 PROMPT = {"l": [[(7, 1.0)] * 77, [(7, 1.0)] * 77], "g": [[(7, 1.0)] * 77], "style": "plain"}
+IMAGE = {"type": "image", "data": torch.zeros(1, 28, 56, 3)}
 
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "size"),
     [
         ((torch.zeros(2, 3), torch.zeros(4)), {}, (2, 3)),
-        ((PROMPT,), {}, (2, 77, 1, 77)),
-        ((), {"tokens": {"llm": [[1] * 9, [1] * 12]}}, (2, 12)),
+        ((PROMPT,), {}, (2, 77, 0, 1, 77, 0)),
+        (({"l": [[(7, 1.0), (9, 1.2), (7, 1.0)]]},), {}, (1, 3, 1)),
+        (({"qwen": [[(7, 1.0), (IMAGE, 1.0)]]},), {}, (1, 2, 0, 1, 28, 56, 3)),
+        (({"lm": [[(7, 1.0)]], "lm_metadata": {"min_tokens": 90, "seed": "none"}},), {}, (1, 1, 0, 90)),
+        ((), {"tokens": {"llm": [[1] * 9, [1] * 12]}}, (2, 12, 0)),
         ((PROMPT,), {"image": torch.zeros(5)}, (5,)),
-        (({"llm": []}, "text", [1, 2]), {}, (0, 0)),
+        (({"llm": []}, "text", [1, 2]), {}, (0, 0, 0)),
         ((), {}, ()),
     ],
 )
@@ -123,7 +127,7 @@ def test_calls_without_tensors_are_timed_where_they_run(clock):
     with pace.timed("encode", (PROMPT,), {}, device=torch.device("cpu")):
         clock.now += 0.5
     (figure,) = pace.figures()
-    assert (figure.method, figure.shape, figure.seconds) == ("encode", (2, 77, 1, 77), 0.5)
+    assert (figure.method, figure.shape, figure.seconds) == ("encode", (2, 77, 0, 1, 77, 0), 0.5)
 
 
 def test_an_entrance_times_its_calls(clock):

@@ -368,14 +368,14 @@ def test_little_memory_means_few_processes(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(workers_module, "MEMORY", 1 << 60)
     assert worker_count() == 0
-    assert worker_count(running=3) == 3, "these have their memory already"
 
 
 @pytest.mark.skipif(not hasattr(os, "nice"), reason="priorities are set otherwise here")
 def test_a_worker_gives_way_to_the_process_that_makes_images(workers, variant):
     GraphCache(workers=workers).get_or_compile(variant, by(), CompileIn.WORKER_REQUIRED)
-    ours = os.getpriority(os.PRIO_PROCESS, 0)
-    assert {os.getpriority(os.PRIO_PROCESS, process._channel.pid) - ours for process in workers._idle} == {NICENESS}
+    lowest, ours = 19, os.getpriority(os.PRIO_PROCESS, 0)
+    theirs = {os.getpriority(os.PRIO_PROCESS, process._channel.pid) for process in workers._idle}
+    assert theirs == {min(lowest, ours + NICENESS)}
 
 
 class Layers(nn.Module):

@@ -157,6 +157,7 @@ def test_a_network_compiles_without_optional_names(monkeypatch, tmp_path, take_a
 
 
 def test_loading_an_artifact_starts_no_processes_that_compile(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 4)
     threads, before = [], settings()
     loader = SimpleNamespace(load=lambda **_how: threads.append(torch._inductor.config.compile_threads))
     monkeypatch.setattr(artifacts, "CompiledArtifact", SimpleNamespace(get=lambda: loader))

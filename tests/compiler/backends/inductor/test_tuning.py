@@ -162,3 +162,11 @@ def test_only_kernels_that_gather_are_autotuned():
     kernels = re.findall(rb"'kernel_name': '(\w+)'.*?'autotune_pointwise': (\w+)", data)
     assert {is_timed for name, is_timed in kernels if b"sigmoid" in name} == {b"False"}
     assert {is_timed for name, is_timed in kernels if b"select" in name} == {b"True"}
+
+
+def test_inductors_caches_are_told_of_other_choices():
+    """Inductor's keys hold its settings, and not what we put in the place of its functions."""
+    before = torch.compiler.config.cache_key_tag
+    with tuning.preferences():
+        assert torch.compiler.config.cache_key_tag == tuning.TAG
+    assert torch.compiler.config.cache_key_tag == before

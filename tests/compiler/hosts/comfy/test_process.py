@@ -18,7 +18,7 @@ class Workers:
     count = 2
 
     def __init__(self):
-        self.has_started, self.has_orders = threading.Event(), threading.Event()
+        self.has_started, self.has_begun = threading.Event(), threading.Event()
 
     def start(self, backend, device):
         self.has_started.set()
@@ -46,13 +46,13 @@ def warmed(monkeypatch):
 
 def test_imports_wait_until_workers_have_their_orders(workers, warmed, monkeypatch):
     waits = threading.Event()
-    wait = workers.has_orders.wait
-    monkeypatch.setattr(workers.has_orders, "wait", lambda seconds: (waits.set(), wait(PATIENCE)))
+    wait = workers.has_begun.wait
+    monkeypatch.setattr(workers.has_begun, "wait", lambda seconds: (waits.set(), wait(PATIENCE)))
     process.warm_up("double")
     assert workers.has_started.wait(PATIENCE)
     assert waits.wait(PATIENCE)
     assert not warmed.is_set()
-    workers.has_orders.set()
+    workers.has_begun.set()
     assert warmed.wait(PATIENCE)
 
 
