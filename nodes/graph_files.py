@@ -171,9 +171,8 @@ class LoadGraph:
         )
         from ..compiler.hosts.comfy.process import warm_up
 
-        warm_up(
-            backend, loads=True
-        )  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
+        # Where no server says when a prompt is queued, the warm-up begins here at the latest.
+        warm_up(backend, loads=True)
         found = graph_folder.read(graph, block_classes(model, vae, control_net), digest, where)
         shown = _Lines(found.problem)
         common = replace(
