@@ -45,7 +45,7 @@ class Worth:
     @classmethod
     def of_encoder(cls) -> Worth:
         """Return the worth of a text encoder. It is always doubted: its blocks are so small that what runs between
-        them takes as long. A few prompts encoded without graphs take a tenth of a second more each.
+        them takes as long. The uncompiled prompts that this takes are few: T5-XXL takes 0.05 s longer for each.
         """
         return cls(ENOUGH_ALONE, MOST_ALONE, doubted=math.inf)
 

@@ -53,8 +53,8 @@ CLAIM_SUFFIX = ".claim"
 MAX_CLAIM = 100
 """Bytes."""
 _CLAIM_NAME = re.compile(_KEY + re.escape(CLAIM_SUFFIX))
-LOCK_NAME = 4
-"""Characters of a key."""
+LOCK_CHARACTERS = 4
+"""A key begins with the name of its lock."""
 _LOCK_NAME = re.compile(r"(?:[0-9a-f]{2}){1,2}\.lock")
 """Only this module gives files these names. Other files stay: the folder may hold saved graphs, or anything else."""
 WRITTEN = ("LastModified", "last_modified", "mtime", "created")
@@ -298,8 +298,8 @@ class FolderStore(_Store):
     def _lock(self, key: str) -> BaseFileLock | None:
         # A lock file cannot safely be deleted while others wait for it. It is empty, and some characters of the key
         # name it, so their number is bounded. Graphs that share a lock are compiled one after the other: with two
-        # characters, two of the 14 graphs of SDXL shared one in three of ten networks.
-        path = self.folder / LOCKS / f"{key[:LOCK_NAME]}.lock"
+        # characters, two of 14 graphs would share one in three of ten networks.
+        path = self.folder / LOCKS / f"{key[:LOCK_CHARACTERS]}.lock"
         try:
             import filelock
 
