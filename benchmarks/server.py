@@ -1,7 +1,7 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N]
-        [--sizes SIZE,OTHER] [--backend inductor] [--json FILE] RUN ...
+        [--sizes SIZE,OTHER] [--long STEPS] [--backend inductor] [--json FILE] RUN ...
 
 A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these, or kl (the VAE of SDXL):
 
@@ -28,7 +28,8 @@ Weights are random. Seconds are the server's own, from a prompt's start to its e
 latent is compared with that of `eager`, from the same RUN or an earlier one. One of a quantised model is also compared
 with that of the unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home:
 with `eager` and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does.
-GGUF weights are not those of flux6. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU: while
+GGUF weights are not those of flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes
+besides its steps. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU: while
 the first RUN of `ours` compiles, worker processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on
 the GPU after a sampling, and `pinned` counts their pages that are still pinned.
 """
@@ -91,6 +92,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its first prompt")
     parser.add_argument("--depth", type=int, help="blocks of each kind; a model's own number by default")
     parser.add_argument("--sizes", type=sizes, help="a first size and another one, such as 512x512,256x768")
+    parser.add_argument("--long", type=int, help="run prompts of so many steps too, which tell what a step takes")
     parser.add_argument("--backend", default="inductor", help="of Compile Model; eager runs graphs without a compiler")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("--make", help=argparse.SUPPRESS)
@@ -152,31 +154,32 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
 
     size, other_size = options.sizes or sizes_of(model)
 
-    def kept(of: str, way: str, seed: int, size: Size, lora: float | None) -> Path:
-        parts = (of, way, seed, f"{options.steps}steps", "x".join(map(str, size)), lora)
+    def kept(of: str, way: str, seed: int, size: Size, lora: float | None, steps: int) -> Path:
+        parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora)
         return options.home / f"{'-'.join(str(part) for part in parts if part is not None)}.pt"
 
-    def run(seed: int, size: Size = size, lora: float | None = None) -> dict[str, Any]:
-        path = kept(model, way, seed, size, lora)
+    def run(seed: int, size: Size = size, lora: float | None = None, steps: int = options.steps) -> dict[str, Any]:
+        path = kept(model, way, seed, size, lora, steps)
         build = vae_prompt if model == "kl" else model_prompt
-        made = run_prompt(server, build(Wanted(model, way, seed, options.steps, size, path, lora, options.backend)))
+        made = run_prompt(server, build(Wanted(model, way, seed, steps, size, path, lora, options.backend)))
         differences = {
-            "differs": difference(path, kept(model, "eager", seed, size, lora)),
+            "differs": difference(path, kept(model, "eager", seed, size, lora, steps)),
             "from unquantised": None
             if model == base_of(model) or is_gguf(model)
-            else difference(path, kept(base_of(model), "eager", seed, size, lora)),
+            else difference(path, kept(base_of(model), "eager", seed, size, lora, steps)),
         }
         return {**made, **differences, "path": path}
 
     first = run(1)
     again = [run(seed) for seed in (2, 3, 4, 5)]
     other = [run(seed, other_size) for seed in (6, 7)]
+    long = [run(seed, steps=options.long) for seed in (11, 12, 13)] if options.long and model != "kl" else []
     loras = [] if model == "kl" else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(10)]
     plain, changed = [first, *again, *other, *loras[3:]], loras[:3]
     everything = [*plain, *changed]
     row = {
         "first": first["seconds"],
-        "again": statistics.median(each["seconds"] for each in again[1:]),
+        "again": median_seconds(again[1:]),
         "other size": [each["seconds"] for each in other],
         "lora on, same, changed, off": [each["seconds"] for each in loras],
         "used": round(again[-1]["used"], 2),
@@ -187,6 +190,8 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         **{f"lora {name}": largest(changed, name) for name in ("differs", "from unquantised")},
         "lora changes": difference(loras[2]["path"], loras[3]["path"]) if loras else None,
     }
+    if long:
+        row["step ms"] = 1000 * (median_seconds(long) - row["again"]) / (options.long - options.steps)
     if way in ("ours", "branch"):
         totals = server.get("/compiled_graphs/registry")["totals"]
         counted = ("compiles", "verifications", "retired", "recordings", "replays", "calls", "reasons")
@@ -208,6 +213,10 @@ def make_missing(options: argparse.Namespace, model: str) -> None:
     if not weights_of(options, model).exists() or not (model == "kl" or lora_of(options, model).exists()):
         command = [sys.executable, str(ROOT / "benchmarks" / "server.py"), "--comfyui", str(options.comfyui)]
         subprocess.run([*command, "--home", str(options.home), "--make", model], check=True)
+
+
+def median_seconds(runs: list[dict[str, Any]]) -> float:
+    return statistics.median(each["seconds"] for each in runs)
 
 
 def largest(runs: list[dict[str, Any]], name: str) -> float | None:

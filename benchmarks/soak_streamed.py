@@ -4,8 +4,8 @@
 
 Two models (SDXL in fp16 and Flux with 6 + 12 blocks in bf16) take turns at random, at three sizes, without a LoRA or
 with one of two strengths. `--headroom` leaves less than both need, so they evict each other. The latent of each prompt
-is compared with that of the same prompt without our nodes. The exit status is 1 if a latent differs, a prompt fails, a
-page of weights stays pinned, memory grows or something compiles that was compiled before.
+is compared with that of the same prompt without our nodes, which stays in --home. The exit status is 1 if a latent
+differs, a prompt fails, a page of weights stays pinned, memory grows or something compiles that was compiled before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,22 @@ TOLERANCE = 2e-2
 GROWTH = 1.05
 WINDOW = 50
 """Prompts that one figure for memory is the median of."""
+AHEAD = 3
+"""Prompts in the server's queue, so that it does not wait for this process."""
 
 _turns = itertools.count()
 
 Case = tuple[str, float | None, tuple[int, int]]
+"""A model, the strength of its LoRA and a size."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A prompt that the server has not answered yet."""
+
+    case: Case
+    kept: Path
+    id: str
 
 
 @dataclass
@@ -93,22 +105,22 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
     """Run the prompts; return the exit status."""
     cases: list[Case] = list(itertools.product(MODELS, LORAS, SIZES))
     for case in cases:
-        prompt(options, server, case, cases.index(case), "eager")
+        if not reference(options, case).exists():
+            server.run(prompt(options, case, reference(options, case), "eager"))
     for model in MODELS:
-        case = model, None, SIZES[0]
-        prompt(options, server, case, cases.index(case), "ours")
+        server.run(prompt(options, (model, None, SIZES[0]), options.home / "soak-first.pt", "ours"))
     before, chosen, found = totals(server)["compiles"], random.Random(options.seed), Found()
     end = time.monotonic() + 60 * options.minutes
-    while len(found.used) < options.prompts and time.monotonic() < end:
-        case = chosen.choice(cases)
-        try:
-            bench_row, difference = prompt(options, server, case, cases.index(case), "ours")
-        except PromptFailed as error:
-            found.failed[str(error)[-200:]] += 1
-            continue
-        found.differences[case[0]].append(difference)
-        found.used.append(bench_row["used"])
-        found.pinned = max(found.pinned, bench_row["pinned"])
+    queued: deque[Queued] = deque()
+    for number in range(options.prompts):
+        if time.monotonic() > end:
+            break
+        case, path = chosen.choice(cases), options.home / f"soak-ours-{number}.pt"
+        queued.append(Queued(case, path, server.queue(prompt(options, case, path, "ours"))))
+        if len(queued) == AHEAD:
+            note(options, server, queued.popleft(), found)
+    for each in queued:
+        note(options, server, each, found)
     counted = totals(server)
     faults = found.faults(counted["compiles"] - before)
     report = {
@@ -126,18 +138,34 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
     return 1 if faults else 0
 
 
-def prompt(
-    options: argparse.Namespace, server: ComfyServer, case: Case, number: int, way: str
-) -> tuple[dict[str, Any], float]:
-    """Run one prompt; return what the server says of it, and how far its latent is from that without our nodes."""
+def reference(options: argparse.Namespace, case: Case) -> Path:
+    """Return the place of a case's latent without our nodes. It stays in --home."""
     model, lora, size = case
-    kept, theirs = (options.home / f"soak-{number}-{each}.pt" for each in (way, "eager"))
-    built = bench.model_prompt(model, way, number, options.steps, size, lora, kept)
+    return options.home / f"soak-{model}-{lora}-{'x'.join(map(str, size))}-{options.steps}steps.pt"
+
+
+def prompt(options: argparse.Namespace, case: Case, kept: Path, way: str) -> dict[str, Any]:
+    """Return the prompt of a case, which keeps its latent at a path."""
+    model, lora, size = case
+    built = bench.model_prompt(bench.Wanted(model, way, 1, options.steps, size, kept, lora))
     # ComfyUI hands back what it made before unless an input is another one. This one changes nothing.
     built["7"]["inputs"]["denoise"] = 1.0 - 1e-9 * next(_turns)
-    entry = server.wait(server.queue(built))
+    return built
+
+
+def note(options: argparse.Namespace, server: ComfyServer, queued: Queued, found: Found) -> None:
+    """Wait for a prompt; note what the server says of it, and how far its latent is from that without our nodes."""
+    try:
+        entry = server.wait(queued.id)
+    except PromptFailed as error:
+        found.failed[str(error)[-200:]] += 1
+        return
     row = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
-    return row, bench.difference(kept, theirs) or 0.0
+    model = queued.case[0]
+    found.differences[model].append(bench.difference(queued.kept, reference(options, queued.case)))
+    queued.kept.unlink()
+    found.used.append(row["used"])
+    found.pinned = max(found.pinned, row["pinned"])
 
 
 def totals(server: ComfyServer) -> dict[str, Any]:

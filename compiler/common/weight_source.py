@@ -54,6 +54,13 @@ class NetworkWeights(Protocol):
         """Enter around each call of the network. `size` is the number of values in its inputs."""
         ...
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """Enter around a capture of a call. No weights move meanwhile: that waits for the GPU, which a capture cannot.
+
+        Raises Unsupported if the call would have to move some.
+        """
+        ...
+
     def give_way(self, size: int) -> bool:
         """Leave more memory to calls of this size, one of which had too little. Returns whether that is possible."""
         ...
@@ -102,6 +109,10 @@ class ResidentWeights:
 
     def running(self, size: int) -> AbstractContextManager[None]:
         """Enter around each call of the network."""
+        return nullcontext()
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Enter around a capture of a call."""
         return nullcontext()
 
     def give_way(self, size: int) -> bool:

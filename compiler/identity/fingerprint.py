@@ -205,11 +205,11 @@ class Describer:
             if values.paths[id(child)] != path:  # the module also stands at an earlier path
                 record.append([path, values.paths[id(child)]])
                 continue
-            self._watch.module(child, settings_in)
+            found = self._watch.module(child, settings_in)
             roots.add(type(child))
             settings = {
                 name: values.describe(self._host.setting(name, value), f"{path}.{name}" if path else name)
-                for name, value in settings_in(child).items()
+                for name, value in found.items()
             }
             numbers |= {(len(record), name) for name in _numbers_of(child, settings, self._host)}
             tensors = {

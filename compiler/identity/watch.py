@@ -43,9 +43,12 @@ class Watch:
         self._slots: dict[int, tuple[Any, tuple[str, ...], _Values]] = {}
         self._references: dict[int, tuple[weakref.ref, Any]] = {}
 
-    def module(self, module: nn.Module, settings: Settings | None = None) -> None:
-        """Watch a module: its class, settings and children, and which of its tensors are present."""
-        self._modules.append(_Module(module, settings or self._settings))
+    def module(self, module: nn.Module, settings: Settings | None = None) -> Mapping[str, Any]:
+        """Watch a module: class, settings, children, and which tensors are present. Return the settings."""
+        read = settings or self._settings
+        found = read(module)
+        self._modules.append(_Module(module, read, found))
+        return found
 
     def mark(self) -> int:
         """Return a place to which `rewind` goes back."""
@@ -60,7 +63,7 @@ class Watch:
         parents = {parent for path in paths for parent in _parents(path)}
         for path in sorted(parents):
             try:
-                self._modules.append(_Module(model.get_submodule(path), lambda module: {}))
+                self._modules.append(_Module(model.get_submodule(path), lambda module: {}, {}))
             except AttributeError:
                 continue
 
@@ -163,12 +166,11 @@ class _Module:
         "_values",
     )
 
-    def __init__(self, module: nn.Module, settings: Settings) -> None:
+    def __init__(self, module: nn.Module, settings: Settings, found: Mapping[str, Any]) -> None:
         self._module = weakref.ref(module)
         self._settings = settings
         self._cls = type(module)
         self._keys = tuple(module.__dict__)
-        found = settings(module)
         self._names = tuple(found)
         self._values = _Values(found.values())
         self._get = _getter(self._names)

@@ -62,6 +62,7 @@ MODULE_NAMES = {
     f"{VBAR}.vbar_fault": "weights that are streamed keep their regions eager",
     f"{VBAR}.vbar_unpin": "weights that are streamed keep their regions eager",
     f"{VBAR}.vbar_signature_compare": "weights that are streamed keep their regions eager",
+    f"{VBAR}.ModelVBAR": "no CUDA graphs while ComfyUI streams weights",
     f"{MANAGEMENT}.stream_counters": "weights that are streamed are not brought ahead of their region",
     PREFETCH_QUEUES: "weights are brought ahead although the network brings them itself",
     "comfy.cli_args.args": "worker processes start with ComfyUI's defaults",

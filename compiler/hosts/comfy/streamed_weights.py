@@ -44,11 +44,13 @@ from .vbar_places import (
     SIGNATURE,
     Place,
     fault,
+    is_evicted_soon,
     is_resident,
     is_same,
     resident_bytes,
     span_of,
     unpin,
+    without_evictions,
 )
 
 SMALL_BYTES = 16 * 2**10
@@ -179,6 +181,14 @@ class StreamedWeights:
                 unpin(self._span)
         if self._has_room is False:  # not after a call that failed, perhaps for lack of memory
             self.ahead.begin_next_call()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Keep all pages where they are, those of other models too: making room waits for the GPU."""
+        with without_evictions():
+            if self._span is not None and is_evicted_soon(self._span):
+                raise Unsupported(ReasonCode.WEIGHTS_ELSEWHERE)
+            yield
 
     def give_way(self, size: int) -> bool:
         """After a call has run out of memory, do not hold as many weights for calls of this size again."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from ...common.reason import ReasonCode, Unsupported
 from . import comfy_compat
 
 Place = tuple[Any, int, int]
@@ -65,3 +68,40 @@ def span_of(places: Iterable[Place]) -> Place | None:
         return None
     first = min(address for _, address, _ in places)
     return places[0][0], first, max(address + size for _, address, size in places) - first
+
+
+@contextmanager
+def without_evictions() -> Iterator[None]:
+    """Keep the pages of all VBARs where they are, on any thread. Raises Unsupported if that is not possible.
+
+    An allocation makes room for itself: it takes pages from VBARs, and waits for the GPU before and after. A capture
+    cannot wait, and with CUDA's asynchronous allocator a process does not survive a capture that has failed in that
+    way (comfy-aimdo's `vbars_free`). ComfyUI takes the limits away after each node.
+    """
+    if not comfy_compat.streams_weights():
+        yield
+        return
+    vbars = _all_vbars()
+    try:
+        for vbar in vbars:
+            vbar.set_watermark_limit(vbar.max_size)
+        yield
+    finally:
+        for vbar in vbars:
+            vbar.set_watermark_limit(0)
+
+
+def _all_vbars() -> list[Any]:
+    """Return all VBARs of this process, also those of models that ComfyUI has unloaded: nobody lists them."""
+    cls = comfy_compat.find(f"{comfy_compat.VBAR}.ModelVBAR")
+    if not hasattr(cls, "set_watermark_limit"):
+        raise Unsupported(ReasonCode.WEIGHTS_ELSEWHERE)
+    return [thing for thing in gc.get_objects() if type(thing) is cls]
+
+
+def is_evicted_soon(place: Place) -> bool:
+    """Whether the pages of a range are to go as soon as they are unpinned, or have gone. Unpinning them then waits."""
+    if fault(place) is None:
+        return True
+    unpin(place)
+    return False

@@ -9,9 +9,10 @@ from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, streamed_weights
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.runtime import step_replay
+from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from recorders import repeat
 from rows import adapted, low_rank
-from vbar import stream
+from vbar import PAGE, VBAR, stream
 
 STEPS = 9
 BOUND = 2e-4
@@ -221,6 +222,52 @@ def test_captures_wait_for_weights_to_come_back(model, plain, sample, registry, 
     assert_image(sample, ours, plain, vbar, steps=STEPS)
     assert counters.replays - before == STEPS - 1
     assert counters.captures == made
+
+
+@pytest.fixture
+def tight(monkeypatch, vbar):
+    """Returns what happened to pages during captures, in which every allocation wants to make room."""
+    other, seen = VBAR(PAGE * 8), []
+
+    def capture(call, pool):
+        before = vbar.waits, other.waits, len(vbar.filled)
+        for each in (vbar, other):
+            each.make_room(each.max_size)
+        made = repeat(call, pool)
+        seen.append((vbar.waits - before[0], other.waits - before[1], len(vbar.filled) - before[2]))
+        return made
+
+    monkeypatch.setattr(install, "can_capture", lambda device: True)
+    monkeypatch.setattr(install, "capture_within", lambda context: capture)
+    yield seen
+    assert (vbar.kept, other.kept) == (0, 0)
+
+
+def test_no_page_goes_during_a_capture(model, plain, sample, registry, vbar, tight):
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    assert tight == [(0, 0, 0)]
+
+
+def test_pages_that_go_soon_are_not_captured(model, plain, sample, registry, vbar, tight, monkeypatch):
+    ours = compiled(model)
+    wrapper = ours.object_patches["diffusion_model.forward"]
+    watched = StepReplay._watched
+
+    def crowded(self, *args):
+        vbar.make_room(vbar.max_size)  # while the call holds its pages
+        return watched(self, *args)
+
+    monkeypatch.setattr(StepReplay, "_watched", crowded)
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    assert (tight, wrapper.compiled.counters.replays) == ([], 0)
+
+
+def test_a_library_without_limits_is_not_captured(model, plain, sample, registry, vbar, tight, monkeypatch):
+    monkeypatch.delattr(VBAR, "set_watermark_limit")
+    ours = compiled(model)
+    assert_image(sample, ours, plain, vbar, steps=STEPS)
+    assert tight == []
 
 
 def test_captures_serve_the_clone_of_a_node_that_runs_again(model, plain, sample, registry, vbar, captures, lent):

@@ -20,9 +20,14 @@ PAGE = 64 * 1024
 
 
 class VBAR:
-    """Pages of memory with a fixed address. Counts pins, and refuses pages from `limit` on."""
+    """Pages of memory with a fixed address. Counts pins, and refuses pages from `limit` on.
+
+    `make_room` lowers that, as far as `kept` and past pages that are pinned, and counts how often it waits for the GPU.
+    """
 
     def __init__(self, size: int) -> None:
+        self.max_size = size
+        self.kept = self.waits = 0
         self.memory = torch.zeros(size + PAGE, dtype=torch.uint8)
         self.base = -(-self.memory.data_ptr() // PAGE) * PAGE
         self.size = 0
@@ -75,6 +80,18 @@ class VBAR:
                 self.filled.discard(page)
                 ctypes.memset(self.base + page * PAGE, 0xFF, PAGE)  # not a number
 
+    def set_watermark_limit(self, size: int) -> None:
+        self.kept = size
+
+    def make_room(self, size: int) -> None:
+        """Do what the library does before an allocation that would leave less than the headroom."""
+        if self.limit <= self.kept:
+            return
+        self.waits += 1
+        self.limit = max(self.kept, self.limit - size)
+        for page in [page for page in self.filled if page * PAGE >= self.limit and not self.pins.get(page)]:
+            self.filled.discard(page)
+
     @property
     def pinned(self) -> int:
         return sum(self.pins.values())
@@ -90,6 +107,7 @@ def vbar(monkeypatch: pytest.MonkeyPatch) -> VBAR:
 
     monkeypatch.setattr(vbar_places, "PAGE_BYTES", PAGE)
     made = VBAR(256 * 2**20)
+    monkeypatch.setattr(library, "ModelVBAR", VBAR)
     monkeypatch.setattr(library, "vbar_fault", lambda place: place[0].fault(place))
     monkeypatch.setattr(library, "vbar_unpin", lambda place: place and place[0].unpin(place))
     monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", _tensor_at)
