@@ -159,6 +159,10 @@ class Host:
         """Enter around a call of the network, real or ahead: the host must not record what is allocated in it."""
         return nullcontext()
 
+    def memory_left_free(self) -> int:
+        """Return how many bytes of a GPU the host leaves free, whoever uses the rest."""
+        return 0
+
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Return where the weights of a network that runs on this device come from."""
         return ResidentWeights()

@@ -38,7 +38,7 @@ WORTH_BEGINNING = 5
 IDLE = 60.0
 """Processes end after this many seconds without an order."""
 PLENTY = 16 * 2**30
-"""With this many free bytes on a GPU, idle processes may stay. Each takes 0.7 GiB of it."""
+"""With this many bytes to spare on a GPU, idle processes may stay. Each takes 0.7 GiB of it."""
 MEMORY = 2 * 2**30
 """Bytes of main memory that one process may need. It may need as much of a GPU's memory."""
 TEMPLATE_IDLE = 900.0
@@ -224,7 +224,7 @@ class Workers:
 
     def rest(self, device: torch.device) -> None:
         """Tell the pool that no orders follow for now. It stops if GPU memory is scarce: the model needs all of it."""
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < PLENTY:
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] - self._host.memory_left_free() < PLENTY:
             self.stop()
 
     def stop(self) -> None:

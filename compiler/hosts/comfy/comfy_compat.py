@@ -222,6 +222,12 @@ def start_options() -> dict[str, Any]:
     return dict(options) if isinstance(options, Mapping) else dict(vars(options)) if options is not None else {}
 
 
+def memory_left_free() -> int:
+    """Return how many bytes of a GPU ComfyUI is told to leave free. It gives weights up for them."""
+    options = start_options()
+    return int(2**30 * max(float(options.get(name) or 0) for name in ("vram_headroom", "reserve_vram")))
+
+
 def set_start_options(values: Mapping[str, Any]) -> None:
     """Make ComfyUI, in a process of our own, what it is with these options."""
     options = find("comfy.cli_args.args")

@@ -307,10 +307,13 @@ def _runs(number):
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_scarce_gpu_memory_ends_processes_at_once(variant, monkeypatch):
-    workers = Workers(setup, Host(), count=1)
+@pytest.mark.parametrize("left_free", [0, 2**32])
+def test_scarce_gpu_memory_ends_processes_at_once(left_free, variant, monkeypatch):
+    host = Host()
+    monkeypatch.setattr(host, "memory_left_free", lambda: left_free)
+    workers, enough = Workers(setup, host, count=1), workers_module.PLENTY + left_free
     workers.compile(variant, "eager")
-    for free, remains in ((workers_module.PLENTY, True), (workers_module.PLENTY - 1, False)):
+    for free, remains in ((enough, True), (enough - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
         workers.rest(CPU)
         assert workers.are_warm

@@ -138,6 +138,9 @@ class ComfyHost(Host):
     def without_allocation_scopes(self) -> AbstractContextManager[None]:
         return comfy_compat.without_allocation_scopes()
 
+    def memory_left_free(self) -> int:
+        return comfy_compat.memory_left_free()
+
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:
         """Weights may come layer by layer; ask again at each call, because a load decides it."""
         return streamed_weights.weights_of(network, device, self)

@@ -236,3 +236,12 @@ def test_the_node_of_another_copy_is_replaced(load, registry):
     second = again.object_patches["diffusion_model.forward"]
     assert second is not first
     assert second.inner is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, 0), ({"reserve_vram": None}, 0), ({"reserve_vram": 1.5}, 1.5), ({"vram_headroom": 4, "reserve_vram": 1}, 4)],
+)
+def test_memory_that_comfyui_leaves_free(options, expected, monkeypatch):
+    monkeypatch.setattr(comfy_compat, "start_options", lambda: options)
+    assert comfy_compat.memory_left_free() == expected * 2**30

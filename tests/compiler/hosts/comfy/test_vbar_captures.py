@@ -16,17 +16,17 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 SCRIPT = """
-import sys
-sys.argv[1:] = []
-import comfy.memory_management
 import torch
-from comfy_aimdo import control, model_vbar
+from comfy_aimdo import control
+
+number = torch.zeros(2**26, device="cuda")
+assert control.init() and control.init_devices([0])  # before model_vbar is imported
+import comfy.memory_management
+from comfy_aimdo import model_vbar
 from compiled_graphs.compiler.hosts.comfy import vbar_places
 from compiled_graphs.compiler.runtime.cuda_graph import capture_on_gpu
 
 comfy.memory_management.aimdo_enabled = True
-number = torch.zeros(2**26, device="cuda")
-assert control.init() and control.init_devices([0])
 places = [model_vbar.ModelVBAR(2**31, 0).alloc(2**29) for _ in range(2)]
 for place in places:
     assert model_vbar.vbar_fault(place) is not None
