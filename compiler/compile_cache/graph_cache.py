@@ -69,7 +69,7 @@ class CacheEntry:
     size: int = 0
     """Bytes of its executable in the store or a file, or 0 if unknown."""
     verified: set[frozenset[str]] = field(default_factory=set)
-    """Sets of symbols that were 1 in a call whose results agreed with eager."""
+    """Small sizes (`GraphSpec.small_sizes`) of calls whose results agreed with eager."""
     retired: Reason | None = None
     """Why the graph must not be used, after its results disagreed with eager."""
     is_evicted: bool = False

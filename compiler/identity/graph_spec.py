@@ -22,6 +22,9 @@ MEMORY_FORMATS = {
 }
 
 # A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
+FEW_FRAMES = 4
+"""A graph is checked at each of these numbers of frames. Blocks keep two frames of a chunk, or three."""
+
 _SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
 
 
@@ -148,13 +151,21 @@ class GraphSpec:
             for size, hint in zip(shape, spec.hints, strict=True)
         )
 
-    def symbols_at_one(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
-        """Return the symbols that are 1 in this call.
+    def small_sizes(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
+        """Return the symbols of this call whose sizes are so small that a graph which is right at others may be wrong.
 
-        Tracing assumes that every symbol is 2 or more. A graph that is right at other sizes may be wrong at
-        these.
+        Tracing assumes that every symbol is 2 or more. A convolution over time leaves less of a chunk of few frames.
         """
-        return frozenset(name for name, size in (self._bind_symbols(shapes) or {}).items() if size == 1)
+        bound = (self._bind_symbols(shapes) or {}).items()
+        return frozenset(
+            f"{name} = {size}" for name, size in bound if size == 1 or (size <= FEW_FRAMES and name in self._lengths)
+        )
+
+    @cached_property
+    def _lengths(self) -> frozenset[str]:
+        """The symbols that are numbers of frames, if the graph keeps frames for the next chunk of a video."""
+        sizes = [str(spec.sizes[2]) for spec in self.inputs if self.frames and len(spec.sizes) == 5]
+        return frozenset(match["name"] for size in sizes if (match := _SYMBOL.fullmatch(size)))
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Put output tensors into the structure that the region returns."""

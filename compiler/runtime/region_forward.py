@@ -167,7 +167,7 @@ class RegionForward:
     def _serve(self, call: _Call) -> Any:
         """Run a call's graph, or compare it with eager first."""
         plan = call.plan
-        checked = plan.symbols_at_one | call.patches if call.patches else plan.symbols_at_one
+        checked = plan.small_sizes | call.patches if call.patches else plan.small_sizes
         if self._verify and (self.check_next or checked not in plan.entry.verified):
             if not _is_capturing(self._kind.device):
                 return self._run_checked(call)
@@ -282,7 +282,7 @@ class RegionForward:
         """
         plan, spec = call.plan, call.plan.entry.graph.spec
         self.check_next = False
-        was_right = plan.symbols_at_one | call.patches in plan.entry.verified
+        was_right = plan.small_sizes | call.patches in plan.entry.verified
         copies = [t.clone() for t in call.tensors]
         recorded = self._host.record_patches(call.context, call.patch_points) if call.patch_points else None
         theirs = call.eager(recorded.context if recorded else call.context)
@@ -313,7 +313,7 @@ class RegionForward:
         elif error:
             self._retire(plan, error, was_right)
         else:
-            plan.entry.verified.add(plan.symbols_at_one | call.patches)
+            plan.entry.verified.add(plan.small_sizes | call.patches)
             if not call.patches:
                 self._time(call, copies)
         return theirs

@@ -56,8 +56,8 @@ class Plan:
     """Which of the call's tensors is the graph's n-th input."""
     relayout: tuple[tuple[int, torch.memory_format], ...]
     """Inputs that arrive in another layout than the graph was compiled for."""
-    symbols_at_one: frozenset[str]
-    """Symbols that are 1 in these calls: a graph that was checked at other sizes is not yet checked at this one."""
+    small_sizes: frozenset[str]
+    """Sizes of these calls for which a graph that was checked at others is not yet checked."""
     defaults: tuple[torch.Tensor, ...]
     """Tensors that the call leaves to the defaults of `forward`; they follow the call's own."""
     reads: frozenset[str]
@@ -247,7 +247,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
         writes, _ = spec.left_behind(shapes), spec.frame_writes
     except Exception as error:  # a file says what it likes
         return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
-    return Plan(entry, order, relayout, spec.symbols_at_one(shapes), defaults, frozenset(spec.reads), writes)
+    return Plan(entry, order, relayout, spec.small_sizes(shapes), defaults, frozenset(spec.reads), writes)
 
 
 def _unusual_weight(module: nn.Module, host: Host) -> Reason | None:

@@ -32,6 +32,7 @@ from ..common.torch_compat import (
     met_real_tensor,
     pytree,
     size_expression,
+    undecided_strides,
     version,
 )
 from ..identity.call_signature import CallSignature, call_forward
@@ -192,7 +193,9 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
     rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
     ranks = [{0: rank} if is_factor(name) else None for name in held.names]
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
-    with torch.no_grad():
+    # Strides tell one frame from several. A graph for each number of frames would follow.
+    strides = undecided_strides() if request.signature.is_chunk else nullcontext()
+    with torch.no_grad(), strides:
         mutated = _mutated_inputs(mode, pure, weights, inputs)
         program = torch.export.export(pure, (weights, inputs), dynamic_shapes=(ranks, symbols), strict=False)
     if len(Cells.of(weightless, host)) != cells:  # the code makes them when it first runs

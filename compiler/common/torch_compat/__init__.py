@@ -12,7 +12,7 @@ nothing. Names of modules that take seconds to import are `Later`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -163,6 +163,20 @@ _read("torch._subclasses.fake_tensor:FakeTensorMode().shape_env")
 _read("torch.fx.experimental.symbolic_shapes:ShapeEnv().guards")
 _read("torch.fx.experimental.symbolic_shapes:ShapeEnv.replace")
 _read("torch.fx.experimental.sym_node:SymNode.expr")
+_shape_options = _optional("torch.fx.experimental._config:patch", lambda **options: nullcontext())
+_optional("torch.fx.experimental._config:backed_size_oblivious", False)
+
+
+def undecided_strides() -> AbstractContextManager[Any]:
+    """Return a context in which questions about strides are not decided by the sizes of an example.
+
+    Torch otherwise asks at each operator whether its result is contiguous, and guards the answer. Without the option
+    (torch before 2.6) it does.
+    """
+    try:
+        return _shape_options(backed_size_oblivious=True)
+    except AttributeError:
+        return nullcontext()
 
 
 def version(tensor: torch.Tensor) -> int:

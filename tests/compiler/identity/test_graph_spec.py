@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from compiled_graphs.compiler.identity.graph_spec import GraphSpec, InputSpec, WeightSpec
+from compiled_graphs.compiler.identity.graph_spec import FEW_FRAMES, GraphSpec, InputSpec, WeightSpec
 from torch.utils import _pytree as pytree
 
 
@@ -71,16 +71,26 @@ def test_a_multiple_of_a_symbol_gives_it_its_value():
     assert folded.fits([(6, 2)])
     assert not folded.fits([(6, 3)])
     assert not folded.fits([(7, 2)])
-    assert folded.symbols_at_one([(3, 1)]) == {"s0"}
+    assert folded.small_sizes([(3, 1)]) == {"s0 = 1"}
 
 
 def test_guards_cannot_reach_builtins():
     assert not spec(("s0",), guards=("len([s0]) == 1",)).fits([(4,)])
 
 
-@pytest.mark.parametrize(("shape", "ones"), [((2, 3, 1), set()), ((1, 3, 1), {"s0"}), ((1, 1, 1), {"s0", "s1"})])
-def test_symbols_at_one_leaves_static_sizes_out(shape, ones):
-    assert spec(("s0", "s1", 1)).symbols_at_one([shape]) == ones
+@pytest.mark.parametrize(
+    ("shape", "small"), [((2, 3, 1), set()), ((1, 3, 1), {"s0 = 1"}), ((1, 1, 1), {"s0 = 1", "s1 = 1"})]
+)
+def test_small_sizes_leave_static_ones_out(shape, small):
+    assert spec(("s0", "s1", 1)).small_sizes([shape]) == small
+
+
+@pytest.mark.parametrize("frames", ["", "left"])
+def test_few_frames_are_small_where_some_are_kept(frames):
+    chunk = dataclasses.replace(spec((1, 8, "2*s0", "s1", "s2")), frames=frames)
+    assert chunk.small_sizes([(1, 8, 10, 2, 3)]) == set()
+    for length in (2, FEW_FRAMES):
+        assert chunk.small_sizes([(1, 8, 2 * length, 2, 3)]) == ({f"s0 = {length}"} if frames else set())
 
 
 @pytest.mark.parametrize(
