@@ -19,7 +19,6 @@ then all run N. It prints prompts per second and the share of linear.
 from __future__ import annotations
 
 import argparse
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +27,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from server import ComfyServer, Wanted, difference, largest, make_missing, model_prompt, node, run_prompt, started, tell
+from server import (
+    ComfyServer,
+    Wanted,
+    difference,
+    largest,
+    make_missing,
+    median_seconds,
+    model_prompt,
+    node,
+    run_prompt,
+    started,
+    tell,
+)
 from server_models import Size, sizes_of
 
 WAYS = "one:eager,one:ours,split:eager,split:ours"
@@ -81,7 +92,7 @@ def prompts(options: argparse.Namespace, running: ComfyServer, model: str, way: 
     everything = [first, *again, *other]
     row = {
         "first": first["seconds"],
-        "again": statistics.median(each["seconds"] for each in again[1:]),
+        "again": median_seconds(again[1:]),
         "other size": other[-1]["seconds"],
         "used": round(again[-1]["used"], 2),
         "finite": all(each["finite"] for each in everything),

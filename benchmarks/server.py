@@ -98,6 +98,8 @@ def main() -> None:
     parser.add_argument("--make", help=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="*")
     options = parser.parse_args()
+    if options.long is not None and options.long <= options.steps:
+        parser.error("--long is to be more than --steps")
     options.home = options.home or Path(tempfile.mkdtemp())
     if options.make:
         make(options)

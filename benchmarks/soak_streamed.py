@@ -109,20 +109,13 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
             server.run(prompt(options, case, reference(options, case), "eager"))
     for model in MODELS:
         server.run(prompt(options, (model, None, SIZES[0]), options.home / "soak-first.pt", "ours"))
-    before, chosen, found = totals(server)["compiles"], random.Random(options.seed), Found()
-    end = time.monotonic() + 60 * options.minutes
-    queued: deque[Queued] = deque()
-    for number in range(options.prompts):
-        if time.monotonic() > end:
-            break
-        case, path = chosen.choice(cases), options.home / f"soak-ours-{number}.pt"
-        queued.append(Queued(case, path, server.queue(prompt(options, case, path, "ours"))))
-        if len(queued) == AHEAD:
-            note(options, server, queued.popleft(), found)
-    for each in queued:
-        note(options, server, each, found)
-    counted = totals(server)
-    faults = found.faults(counted["compiles"] - before)
+    before, found = totals(server)["compiles"], Found()
+    try:
+        ask(options, server, cases, found)
+        counted = totals(server)
+        faults = found.faults(counted["compiles"] - before)
+    except (OSError, RuntimeError) as error:  # the server is gone
+        counted, faults = {}, [f"the server ended: {error}\n{server.end_of_log()}"]
     report = {
         "prompts": len(found.used),
         "differs at most": {model: max(values, default=None) for model, values in found.differences.items()},
@@ -131,11 +124,29 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
             for start in range(0, len(found.used), WINDOW)
         ],
         "pinned": found.pinned,
-        **{name: counted[name] for name in ("compiles", "recordings", "replays", "calls", "reasons")},
+        **{name: counted.get(name) for name in ("compiles", "recordings", "replays", "calls", "reasons")},
         "faults": faults,
     }
     print(json.dumps(report), flush=True)
     return 1 if faults else 0
+
+
+def ask(options: argparse.Namespace, server: ComfyServer, cases: list[Case], found: Found) -> None:
+    """Run random cases until the number or the time is reached."""
+    chosen, end = random.Random(options.seed), time.monotonic() + 60 * options.minutes
+    queued: deque[Queued] = deque()
+    for number in range(options.prompts):
+        if time.monotonic() > end:
+            break
+        case, path = chosen.choice(cases), options.home / f"soak-ours-{number}.pt"
+        try:
+            queued.append(Queued(case, path, server.queue(prompt(options, case, path, "ours"))))
+        except PromptFailed as error:
+            found.failed[str(error)[-200:]] += 1
+        if len(queued) == AHEAD:
+            note(options, server, queued.popleft(), found)
+    for each in queued:
+        note(options, server, each, found)
 
 
 def reference(options: argparse.Namespace, case: Case) -> Path:

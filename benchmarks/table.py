@@ -11,14 +11,24 @@ Weights are made before, in a process for each model.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from server import ComfyServer, PromptFailed, Wanted, difference, make_missing, model_prompt, run_prompt, started, tell
+from server import (
+    ComfyServer,
+    PromptFailed,
+    Wanted,
+    difference,
+    make_missing,
+    median_seconds,
+    model_prompt,
+    run_prompt,
+    started,
+    tell,
+)
 from server_models import Size, sizes_of
 
 PAUSE = 30.0
@@ -80,7 +90,7 @@ def way_of(options: argparse.Namespace, server: ComfyServer, model: str, way: st
     counted = {name: count - before[name] for name, count in counts(server).items()}
     return {
         "first": first["seconds"],
-        "again": statistics.median(each["seconds"] for each in again),
+        "again": median_seconds(again),
         "other size": other["seconds"],
         "used": round(again[-1]["used"], 2),
         "latents": [each["latent"] for each in everything],

@@ -70,7 +70,7 @@ class ComfyServer:
             if not any(said in self._logged().lower() for said in PORT_IS_TAKEN):
                 break
             self._take_a_port()
-        raise RuntimeError(f"ComfyUI did not start; {self._end_of_log()}")
+        raise RuntimeError(f"ComfyUI did not start; {self.end_of_log()}")
 
     def _take_a_port(self) -> None:
         """Choose a port that is free now. Another program can have it before the server does."""
@@ -151,7 +151,7 @@ class ComfyServer:
                     raise PromptFailed(json.dumps(entry["status"]["messages"])[-2000:])
                 return entry
             if self._process is not None and self._process.poll() is not None:
-                raise RuntimeError(f"ComfyUI ended; {self._end_of_log()}")
+                raise RuntimeError(f"ComfyUI ended; {self.end_of_log()}")
             time.sleep(0.05)
         raise PromptFailed(f"no result after {PROMPT_LIMIT:g} s")
 
@@ -169,7 +169,8 @@ class ComfyServer:
         with urllib.request.urlopen(f"{self.address}/view?{query}", timeout=60) as answer:
             return answer.read()
 
-    def _end_of_log(self) -> str:
+    def end_of_log(self) -> str:
+        """Return what the server said last."""
         return f"the end of {self.log}:\n{self._logged()[-2000:]}"
 
     def _logged(self) -> str:

@@ -33,6 +33,9 @@ class Server:
     def __init__(self, wrong=None, failing=None, error=None):
         self.prompts, self.wrong, self.failing, self.error = [], wrong, failing, error
 
+    def end_of_log(self):
+        return "its last words"
+
     def queue(self, prompt):
         self.prompts.append(prompt)
         return len(self.prompts) - 1
@@ -66,6 +69,13 @@ def test_each_prompt_is_compared_with_its_own_reference(soak, tmp_path, capsys):
     assert len({json.dumps(prompt) for prompt in server.prompts}) == len(server.prompts)  # nothing is handed back
     ways = ["CG_CompileModel" in json.dumps(prompt) for prompt in server.prompts]
     assert ways == [False] * references + [True] * 12
+
+
+def test_a_server_that_ends_is_a_fault_with_its_log(soak, tmp_path, capsys):
+    run(soak, tmp_path, capsys, Server())
+    status, report = run(soak, tmp_path, capsys, Server(failing=7, error=ConnectionRefusedError))
+    assert (status, report["prompts"], report["compiles"]) == (1, 5, None)
+    assert report["faults"] == ["the server ended: it broke\nits last words"]
 
 
 def test_references_stay_for_the_next_run(soak, tmp_path, capsys):

@@ -160,7 +160,7 @@ class Host:
         return nullcontext()
 
     def memory_left_free(self) -> int:
-        """Return how many bytes of a GPU the host leaves free, whoever uses the rest."""
+        """Return how many bytes of a GPU the host leaves free. It gives weights up if it cannot."""
         return 0
 
     def network_weights(self, network: nn.Module, device: torch.device) -> NetworkWeights:

@@ -328,9 +328,9 @@ class _Values:
             return ["own", self.paths[id(module)]]
         if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
             self.mark_obscure(ReasonCode.STRAY_LAYER, where)
-        self._watch.module(module)
+        found = self._watch.module(module)
         self.code.add(type(module))
-        settings = {name: self.describe(v, f"{where}.{name}") for name, v in settings_of(module, self._host).items()}
+        settings = {name: self.describe(v, f"{where}.{name}") for name, v in found.items()}
         children = [[name, self.describe(child, f"{where}.{name}")] for name, child in module.named_children()]
         return ["layer", qualified_name(type(module)), settings, children]
 

@@ -274,7 +274,7 @@ class StepReplay:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
         device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         capture = partial(self._capture, runs_first=True) if self._runs_first else self._capture
-        # A capture clears caches that calls on other GPUs work with.
+        # A capture clears caches that calls on other GPUs work with. A run before it may not take pages either.
         with device, turns.alone(), self._weights.capturing():
             return _Captured(capture(fill, self._pool), own.tensors, result)
 

@@ -225,7 +225,7 @@ def start_options() -> dict[str, Any]:
 def memory_left_free() -> int:
     """Return how many bytes of a GPU ComfyUI is told to leave free. It gives weights up for them."""
     options = start_options()
-    return int(2**30 * max(float(options.get(name) or 0) for name in ("vram_headroom", "reserve_vram")))
+    return int(2**30 * sum(float(options.get(name) or 0) for name in ("vram_headroom", "reserve_vram")))
 
 
 def set_start_options(values: Mapping[str, Any]) -> None:

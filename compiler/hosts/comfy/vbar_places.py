@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...common.reason import ReasonCode, Unsupported
@@ -72,31 +72,32 @@ def span_of(places: Iterable[Place]) -> Place | None:
 
 @contextmanager
 def without_evictions() -> Iterator[None]:
-    """Keep the pages of all VBARs where they are, on any thread. Raises Unsupported if that is not possible.
+    """Keep the pages of all VBARs that there are where they are. Raises Unsupported if that is not possible.
 
-    An allocation makes room for itself: it takes pages from VBARs, and waits for the GPU before and after. A capture
-    cannot wait, and with CUDA's asynchronous allocator a process does not survive a capture that has failed in that
-    way (comfy-aimdo's `vbars_free`). ComfyUI takes the limits away after each node.
+    An allocation makes room for itself: it takes pages from VBARs, and waits for the GPU before and after (`vbars_free`
+    of comfy-aimdo 0.4). A capture cannot wait. With CUDA's asynchronous allocator, a process does not survive a capture
+    that fails by waiting.
     """
     if not comfy_compat.streams_weights():
         yield
         return
-    vbars = _all_vbars()
-    try:
-        for vbar in vbars:
+    with ExitStack() as stack:
+        for vbar in _all_vbars():
+            stack.callback(vbar.set_watermark_limit, 0)  # what ComfyUI sets after each node
             vbar.set_watermark_limit(vbar.max_size)
         yield
-    finally:
-        for vbar in vbars:
-            vbar.set_watermark_limit(0)
 
 
 def _all_vbars() -> list[Any]:
-    """Return all VBARs of this process, also those of models that ComfyUI has unloaded: nobody lists them."""
+    """Return all VBARs of this process, also those of models that ComfyUI has unloaded: nobody lists them.
+
+    Not one that is being made or has been closed: its methods would write to an address that is not there.
+    """
     cls = comfy_compat.find(f"{comfy_compat.VBAR}.ModelVBAR")
     if not hasattr(cls, "set_watermark_limit"):
-        raise Unsupported(ReasonCode.WEIGHTS_ELSEWHERE)
-    return [thing for thing in gc.get_objects() if type(thing) is cls]
+        raise Unsupported(ReasonCode.ERROR, "this comfy-aimdo cannot keep pages where they are")
+    found = [thing for thing in gc.get_objects() if type(thing) is cls]
+    return [vbar for vbar in found if hasattr(vbar, "base_addr") and getattr(vbar, "_ptr", True)]
 
 
 def is_evicted_soon(place: Place) -> bool:

@@ -240,7 +240,7 @@ def test_the_node_of_another_copy_is_replaced(load, registry):
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({}, 0), ({"reserve_vram": None}, 0), ({"reserve_vram": 1.5}, 1.5), ({"vram_headroom": 4, "reserve_vram": 1}, 4)],
+    [({}, 0), ({"reserve_vram": None}, 0), ({"reserve_vram": 1.5}, 1.5), ({"vram_headroom": 4, "reserve_vram": 1}, 5)],
 )
 def test_memory_that_comfyui_leaves_free(options, expected, monkeypatch):
     monkeypatch.setattr(comfy_compat, "start_options", lambda: options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, streamed_weights
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, streamed_weights, vbar_places
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.runtime import step_replay
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
@@ -247,6 +247,18 @@ def test_no_page_goes_during_a_capture(model, plain, sample, registry, vbar, tig
     ours = compiled(model)
     assert_image(sample, ours, plain, vbar, steps=STEPS)
     assert tight == [(0, 0, 0)]
+
+
+def test_limits_end_with_a_capture_that_fails(vbar):
+    """Also where one VBAR is being made, and another one was closed."""
+    half_made, closed = VBAR.__new__(VBAR), VBAR(PAGE)
+    closed._ptr = None
+    kept = []
+    with pytest.raises(RuntimeError, match="no capture"), vbar_places.without_evictions():
+        kept.append(vbar.kept)
+        raise RuntimeError("no capture")
+    assert kept == [vbar.max_size]
+    assert (vbar.kept, closed.kept, vars(half_made)) == (0, 0, {})
 
 
 def test_pages_that_go_soon_are_not_captured(model, plain, sample, registry, vbar, tight, monkeypatch):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiled_graphs
 import pytest
 import torch
 
@@ -50,11 +51,12 @@ print("resident", [vbar_places.is_resident(place) for place in places], "number"
 
 @pytest.fixture
 def run():
-    pytest.importorskip("comfy_aimdo.control")
-    root = os.environ.get("COMFYUI_PATH")
+    for name in ("comfy_aimdo.control", "comfy.memory_management"):
+        pytest.importorskip(name)
 
     def run(context):
-        path = os.pathsep.join([str(root or ""), *sys.path, str(Path(__file__).resolve().parents[5])])
+        package = Path(compiled_graphs.__file__).parents[1]
+        path = os.pathsep.join([os.environ.get("COMFYUI_PATH", ""), str(package), *sys.path])
         options = {"PYTHONPATH": path, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
         command = [sys.executable, "-c", SCRIPT.replace("CONTEXT", context)]
         return subprocess.run(command, env=os.environ | options, capture_output=True, text=True, timeout=300)
@@ -69,3 +71,8 @@ def test_a_capture_takes_no_pages_and_an_allocation_after_it_does(run):
         "resident [True, True] number 1.0",
         "resident [False, True] number 2.0",
     ]
+
+
+def test_without_the_limits_it_would_not_be_as_before(run):
+    ran = run("__import__('contextlib').nullcontext()")
+    assert ran.returncode != 0 or "resident [True, True] number 1.0" not in ran.stdout

@@ -26,7 +26,7 @@ class VBAR:
     """
 
     def __init__(self, size: int) -> None:
-        self.max_size = size
+        self.max_size, self._ptr = size, 1
         self.kept = self.waits = 0
         self.memory = torch.zeros(size + PAGE, dtype=torch.uint8)
         self.base = -(-self.memory.data_ptr() // PAGE) * PAGE
@@ -81,6 +81,7 @@ class VBAR:
                 ctypes.memset(self.base + page * PAGE, 0xFF, PAGE)  # not a number
 
     def set_watermark_limit(self, size: int) -> None:
+        assert self._ptr, "the library would write to an address that is not there"
         self.kept = size
 
     def make_room(self, size: int) -> None:
