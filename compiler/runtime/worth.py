@@ -38,6 +38,11 @@ class Worth:
     """What is known of a network, by the calls of one of its methods. Lasts as long as the network."""
 
     @classmethod
+    def of_calls(cls) -> Worth:
+        """Return the worth of a network that is called once a step, and not told when a sampling ends: a ControlNet."""
+        return cls(ENOUGH_CALLS, 2 * ENOUGH_CALLS)
+
+    @classmethod
     def of_decoder(cls) -> Worth:
         """Return the worth of a VAE's decoder, whose calls belong to no sampling."""
         return cls(ENOUGH_ALONE, MOST_ALONE)

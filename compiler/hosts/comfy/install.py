@@ -430,7 +430,7 @@ def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
 
 
 def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built, announces: bool) -> None:
-    """Have a model, a text encoder, or the decoder of a VAE, run uncompiled if that is faster.
+    """Have a network run uncompiled if that is faster. Of a VAE, its decoder decides for itself alone.
 
     It is decided once for all clones that run the same graphs. `announces` says that ComfyUI tells of samplings.
     """
@@ -442,7 +442,7 @@ def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built, 
     elif entrance.method == ENCODE:
         worth = Worth.of_encoder()
     else:
-        return
+        worth = Worth.of_calls()
     known = _worths.setdefault(target.network, {})
     entrance.worth = known.setdefault(_same_graphs(target, chosen), worth)
 

@@ -69,6 +69,15 @@ def test_a_text_encoder_is_doubted_however_fast_its_blocks_are():
     assert after(worth, figure(0.5, calls=ENOUGH_ALONE)).is_left
 
 
+def test_calls_that_belong_to_no_sampling_are_as_many_each_way():
+    worth = Worth.of_calls()
+    worth.end_sampling(SLOWER, [figure(1.0, calls=ENOUGH_CALLS)])
+    for calls in range(1, ENOUGH_CALLS):
+        assert after(worth, figure(0.5, calls=calls)).is_plain
+        assert not worth.is_left
+    assert after(worth, figure(0.5, calls=ENOUGH_CALLS)).is_left
+
+
 def test_blocks_that_seem_slower_are_no_reason_to_leave():
     worth = doubted()
     assert worth.is_plain

@@ -15,6 +15,7 @@ from compiled_graphs.compiler.hosts.comfy.synthetic_prompts import ENCODE
 from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS
 from encoders import TABLE
 from recorders import repeat
+from rows import control_net, hinted
 from vbar import stream
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -241,6 +242,26 @@ def test_a_text_encoder_is_compared_without_a_doubt(encoder, registry, uncompile
     assert [encodes(ours)[1] for _ in range(3)] == [False, not is_left, not is_left]
     assert torch.allclose(encodes(ours)[0], expected, atol=1e-5)
     assert (LEFT in told[-1]) == is_left
+
+
+@pytest.mark.parametrize(("uncompiled", "is_left"), [(0.8, True), (1.3, False)])
+def test_a_slower_control_net_is_left_within_a_sampling(model, sample, registry, uncompiled, is_left):
+    told, control = [], control_net(model)
+    ours, _ = host.compile_control_net(control, host.Request("auto", verify=False, on_change=told.append))
+    expected = sample(model, NAME, **hinted(ours, 0.8))
+    made = ours.control_model_wrapped.object_patches["forward"]
+    made.compiled.pace, made.worth.pace = Fed(1.0), Fed(uncompiled)
+    for kind in made.compiled.kinds():
+        for graph in kind.graphs:
+            graph.timing = Timing(0.9, 1.0)
+    calls = []
+    for _ in range(3):
+        before = made.compiled.counters.calls
+        image = sample(model, NAME, **hinted(ours, 0.8))
+        calls.append(made.compiled.counters.calls > before)
+        assert torch.allclose(image, expected, atol=1e-3)
+    assert calls[1:] == [not is_left] * 2
+    assert any(LEFT in text for text in told) == is_left
 
 
 def test_the_graphs_are_still_there(model, sample, registry):
