@@ -1,12 +1,12 @@
 """Core's MultiGPU CFG Split, compiled and not: whole prompts in a real ComfyUI server that sees several GPUs.
 
-    python benchmarks/multi_gpu.py --comfyui CHECKOUT --home FOLDER [--models sdxl,flux6] [--gpus 2] [--steps 20]
-        [--ways one:eager,one:ours,split:eager,split:ours] [--batch 0] [--fresh] [--json FILE]
+    python benchmarks/multi_gpu.py --comfyui CHECKOUT --home FOLDER [--models sdxl,flux6] [--depth N] [--gpus 2]
+        [--steps 20] [--ways one:eager,one:ours,split:eager,split:ours] [--batch 0] [--fresh] [--json FILE]
 
 Ways: one:eager and one:ours run on the first GPU, uncompiled and with Compile Model. split:eager and split:ours have
 MultiGPU CFG Split after that, with `--gpus` as `max_gpus`. All sample with guidance (cfg 6), so that there are two
-conditionings to spread. One server takes all ways of a model in turn, or with --fresh each way has its own. Models, and
-what a prompt and a second mean, are those of `benchmarks/server.py`.
+conditionings to spread. One server takes all ways of a model in turn, or with --fresh each way has its own. Models,
+--depth, and what a prompt and a second mean, are those of `benchmarks/server.py`.
 
 Each row has the first prompt's seconds (with a compile if --home is new), the median of the next four, a second size,
 the GiB in use on the first GPU, how far its latents are from those of one:eager, and for `ours` what Compile Model
@@ -40,7 +40,7 @@ from server import (
     started,
     tell,
 )
-from server_models import Size, sizes_of
+from server_models import Size, sizes_of, with_depth
 
 WAYS = "one:eager,one:ours,split:eager,split:ours"
 GUIDANCE = 6.0
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--home", type=Path, required=True, help="folder for weights, graphs and latents")
     parser.add_argument("--models", default="sdxl,flux6")
+    parser.add_argument("--depth", type=int, help="blocks of each kind; a model's own number by default")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--ways", default=WAYS)
     parser.add_argument("--steps", type=int, default=20)
@@ -58,7 +59,8 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="a server of its own for each way")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     options = parser.parse_args()
-    for model in options.models.split(","):
+    for name in options.models.split(","):
+        model = with_depth(name, options.depth)
         make_missing(options, model)
         rows = {row["way"]: row for row in measured(options, model)}
         tell(options, {"model": model, "ratios": ratios(rows)})
