@@ -285,8 +285,13 @@ class TensorGuard:
 
     def holds(self) -> bool:
         """Return whether nothing has moved or changed. Always False if a tensor was not on the device at first."""
-        is_same = self._weights.places == self._places and self._current_values() == self._values
+        is_same = self._weights.places == self._places and self.has_same_attributes
         return self.is_usable and is_same and self._known.are(*self._current())
+
+    @property
+    def has_same_attributes(self) -> bool:
+        """Whether the network's own attributes are unchanged. They can decide what its code does."""
+        return self._current_values() == self._values
 
     def _current(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         held = list(starmap(dict.get, self._slots))

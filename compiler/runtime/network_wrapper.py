@@ -166,7 +166,7 @@ class NetworkWrapper:
             self.compiled.weights.follow()
             has_changed = self.compiled.follow()
             if self.step_replay is not None:
-                self.step_replay.forget() if has_changed else self.step_replay.look()
+                self.step_replay.start_over() if has_changed else self.step_replay.look()
             self.sampling.note()
         return self.compiled.watch_over()
 

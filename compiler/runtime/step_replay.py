@@ -126,15 +126,14 @@ class StepReplay:
             return call(*args, **kwargs)
         try:
             key, tensors, steps = self._read(args, kwargs)
-            if self._states and not self._is_unchanged():
-                self.forget()
+            self._drop_what_has_changed()
             self._used.add(key)
             state = self._states.get(key)
             result = _replayed(state, tensors) if isinstance(state, _Captured) else None
             # Only now, while the GPU works: a replay reads tensors that are in place and writes to its own.
             self._modules.check()
         except (Unsupported, Changed) as error:
-            self.forget()
+            self.start_over()
             self.reason = error.reason if isinstance(error, Unsupported) else Reason(ReasonCode.MODULE_REPLACED)
             return call(*args, **kwargs)
         if isinstance(state, _Captured):
@@ -161,7 +160,7 @@ class StepReplay:
     def look(self) -> None:
         """Before a sampling, drop captures of what the network is no longer."""
         if self._watch is not None and not self._watch.holds():
-            self.forget()
+            self.start_over()
 
     def release_memory(self) -> None:
         """Give back the memory that captures work in, at the end of a sampling; without it some cannot go on."""
@@ -173,6 +172,14 @@ class StepReplay:
         self._states = {key: state for key, state in self._states.items() if not isinstance(state, _NotCaptured)}
         if self._states:
             return_lent_memory(self._device)
+
+    def start_over(self) -> None:
+        """Drop all captures, and have the next ones watched and compared again.
+
+        Other code may run by now, and wait for the GPU. Where memory is lent, no process survives a capture of that.
+        """
+        self.forget()
+        self._validated.clear()
 
     def forget(self) -> None:
         """Drop all captures."""
@@ -198,10 +205,14 @@ class StepReplay:
             raise Unsupported(ReasonCode.INPUT_DEVICE)
         return (*token, _arithmetic()), tensors, self._host.steps(context)
 
-    def _is_unchanged(self) -> bool:
-        if any(entry.is_out for entry in self._entries):
-            return False
-        return self._tensors is not None and self._tensors.holds()
+    def _drop_what_has_changed(self) -> None:
+        if not self._states:
+            return
+        has_graphs = not any(entry.is_out for entry in self._entries)
+        if self._tensors is None or not has_graphs or not self._tensors.has_same_attributes:
+            self.start_over()
+        elif not self._tensors.holds():
+            self.forget()
 
     def _call_first(
         self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall

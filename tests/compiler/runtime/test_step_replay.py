@@ -15,6 +15,7 @@ from compiled_graphs.compiler.runtime import step_replay as module
 from compiled_graphs.compiler.runtime.cuda_graph import can_capture
 from compiled_graphs.compiler.runtime.running_call import RunningCall
 from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, MAX_CAPTURES, StepReplay
+from compiled_graphs.compiler.runtime.sync_detector import SyncDetector
 from recorders import Repeated
 from torch import nn
 
@@ -220,6 +221,21 @@ def test_a_network_that_stays_changed_is_recorded_anew(change, network):
     assert replayed(replay, network, x())
     change(network)
     assert replayed(replay, network, x())
+
+
+@pytest.mark.parametrize(
+    ("change", "is_watched"), [(change_weight, False), (move_weight, False), (set_attribute, True), (hook, True)]
+)
+def test_other_code_is_watched_before_it_is_recorded(change, is_watched, network, monkeypatch):
+    """A recording of code that waits for the GPU ends the process where memory is lent."""
+    replay, watched = serving(network), []
+    assert replayed(replay, network, x())
+    monkeypatch.setattr(module, "SyncDetector", lambda *a: watched.append(1) or SyncDetector(*a))
+    change(network)
+    serve(replay, network, (x(),), {})
+    network.inner._forward_hooks.clear()
+    assert replayed(replay, network, x())
+    assert bool(watched) == is_watched
 
 
 @pytest.mark.parametrize("change", [hook, replace_forward, replace_module])
