@@ -1,6 +1,15 @@
 """Devices and their numbers."""
 
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a GPU is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def with_number(device: torch.device) -> torch.device:

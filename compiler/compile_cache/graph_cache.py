@@ -27,6 +27,7 @@ from torch import nn
 from ..backends.base import Backend, GiveWay, at_once
 from ..common import bounded_json
 from ..common.counters import Counters
+from ..common.devices import current
 from ..common.errors import one_line, printable
 from ..common.host import Host
 from ..common.jobs import CompileJobs, side_by_side
@@ -524,7 +525,7 @@ def _place(graph: CompiledGraph) -> tuple[str, str]:
 
 def _on(device: torch.device, job: Callable[[], T]) -> T:
     """Run a job with a device as the thread's current one: code may say "cuda" and mean the GPU that it runs on."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with current(device):
         return job()
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ from torch import nn
 
 from ..backends import BACKENDS
 from ..backends.base import Backend
+from ..common.devices import current
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, reason_of
@@ -201,7 +202,7 @@ def _make(order: CompileRequest, host: Host) -> CompileResult:
     request = replace(order.request, signature=parse(order.signature)[0])
     if fingerprint(request.module, host) != request.fingerprint:
         return CompileResult(reason=Reason(ReasonCode.CODE_DIFFERS))
-    with torch.cuda.device(request.device) if request.device.type == "cuda" else nullcontext():
+    with current(request.device):
         exported = export_region(request, host)
         return CompileResult(exported.spec, backend.compile(exported).to_bytes())
 

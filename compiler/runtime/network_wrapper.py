@@ -133,14 +133,17 @@ class NetworkWrapper:
     def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
         """Make a call while its weights are kept in place. One that runs out of memory is made again without that."""
         weights, size = self.compiled.weights, _size_of(args, kwargs)
+        context = {name: kwargs[name] for name in self.compiled.host.context_arguments & kwargs.keys()}
+        again = _own_containers((args, kwargs | dict.fromkeys(context)))  # a UNet empties lists of residuals
         try:
             with weights.running(size):
                 return self._call_or_replay(call, args, kwargs, is_watched)
         except torch.cuda.OutOfMemoryError:
             if not weights.give_way(size):
                 raise
+        args, kwargs = again
         with weights.running(size):
-            return self._call_or_replay(call, args, kwargs, is_watched)
+            return self._call_or_replay(call, args, kwargs | context, is_watched)
 
     def _call_or_replay(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
         if self.step_replay is None or is_watched:
@@ -242,6 +245,15 @@ class VAEWrapper(NetworkWrapper):
 
 def _size_of(args: tuple, kwargs: Mapping[str, Any]) -> int:
     return sum(value.numel() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+
+def _own_containers(value: Any, depth: int = 4) -> Any:
+    """Return a value with lists and dictionaries of its own, down to those within arguments of a call."""
+    if depth and type(value) in (list, tuple):
+        return type(value)(_own_containers(item, depth - 1) for item in value)
+    if depth and type(value) is dict:
+        return {key: _own_containers(item, depth - 1) for key, item in value.items()}
+    return value
 
 
 def _is_finite(result: Any) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch import nn
 
 from ..common.compare import disagreement
 from ..common.counters import Counters
+from ..common.devices import current
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.tensors import tensors_in
@@ -223,7 +223,8 @@ class StepReplay:
             self._states[key] = _Seen()
             self._entries |= running.entries
             self._tensors = self._tensors or TensorGuard(self._network(), self._host, self._device, self._weights)
-            self._watch = self._watch or network_code(self._network(), self._host)[1]
+            if self._watch is None:  # other code may look up other options
+                self._strings, self._watch = network_code(self._network(), self._host)
             self.reason = None if self._tensors.is_usable else Reason(ReasonCode.WEIGHTS_ELSEWHERE)
         return result
 
@@ -253,6 +254,8 @@ class StepReplay:
                 result = captured.replay([t.clone() for t in captured.inputs])
                 error = None if form is not None else _difference(result, expected)
         except Exception as raised:  # too little memory, what only CUDA knows: it can still be called
+            if self._host.is_cancellation(raised):
+                raise
             error = reason_of(raised)
         if error is None:
             self.counters.add("captures")
@@ -283,10 +286,9 @@ class StepReplay:
 
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
-        device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         capture = partial(self._capture, runs_first=True) if self._runs_first else self._capture
         # A capture clears caches that calls on other GPUs work with. A run before it may not take pages either.
-        with device, turns.alone(), self._weights.capturing():
+        with current(self._device), turns.alone(), self._weights.capturing():
             return _Captured(capture(fill, self._pool), own.tensors, result)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from ...backends import AUTO, choose_backend
 from ...backends.base import Backend
 from ...backends.inductor.float8 import FEWEST_WEIGHTS
+from ...common.devices import current
 from ...common.reason import Reason, Unsupported
 from ...common.words import Words, join, say
 from ...compile_cache.background_queue import Background
@@ -33,6 +34,7 @@ from ...runtime.sampling import Announced
 from ...runtime.step_replay import StepReplay
 from ...runtime.worth import Worth
 from ...tracing.shape_discovery import ModelCall
+from ...tracing.side_effects import turns
 from . import comfy_compat, process, synthetic_calls
 from .coexistence import (
     CALLBACKS_KEY,
@@ -493,10 +495,20 @@ def _has_other_patches(target: PatchedNetwork) -> bool:
 def _call_around_samplings(
     target: PatchedNetwork, begin: Callable[[], None] | None, end: Callable[[], None] | None
 ) -> None:
-    """Have functions called when a sampling of this patcher begins and ends."""
-    comfy_compat.call_around_samplings(
-        target.patcher, CALLBACKS_KEY, begin and (lambda patcher: begin()), end and (lambda patcher: end())
-    )
+    """Have functions called when a sampling of this patcher begins and ends.
+
+    A sampling that fails on one GPU ends while another one's thread may still be inside of a call.
+    """
+
+    def at_begin(patcher: Any) -> None:
+        with current(target.device):
+            begin()
+
+    def at_end(patcher: Any) -> None:
+        with turns.alone(), current(target.device):
+            end()
+
+    comfy_compat.call_around_samplings(target.patcher, CALLBACKS_KEY, begin and at_begin, end and at_end)
 
 
 def _role(request: Request, target: PatchedNetwork, built: Built) -> Callable[[], None]:

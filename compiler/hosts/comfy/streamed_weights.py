@@ -57,6 +57,8 @@ SMALL_BYTES = 16 * 2**10
 """Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
 FILL_BYTES = 256 * 2**20
 """Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
+NO_BUFFER = ("VRAM grow failed", "VRAM reservation failed")
+"""How comfy-aimdo's `VRAMBuffer` says that a buffer for casts finds no memory, with a plain RuntimeError."""
 TIMED_CALL = 2
 """Of each sampling."""
 MOST_AHEAD = 4
@@ -147,6 +149,7 @@ class StreamedWeights:
         self.ahead.drop()
         self.kept.close()
         self.ring.close()
+        self._let_go()
 
     @property
     def is_held(self) -> bool:
@@ -173,12 +176,14 @@ class StreamedWeights:
         try:
             yield
         finally:
-            self.ahead.drop()
-            self.ring.end_call(self._plan_what_stays())
-            if is_held:
-                with self._lock:
-                    self._running -= 1
-                unpin(self._span)
+            try:
+                self.ahead.drop()
+                self.ring.end_call(self._plan_what_stays())
+            finally:
+                if is_held:
+                    with self._lock:
+                        self._running -= 1
+                    unpin(self._span)
         if self._has_room is False:  # not after a call that failed, perhaps for lack of memory
             self.ahead.begin_next_call()
 
@@ -192,12 +197,18 @@ class StreamedWeights:
 
     def give_way(self, size: int) -> bool:
         """After a call has run out of memory, do not hold as many weights for calls of this size again."""
+        self._let_go()
         if self.kept.give_way():
             return True
         if self._span is None or (self._crowded is not None and size >= self._crowded):
             return False
         self._crowded = size
         return True
+
+    def _let_go(self) -> None:
+        """Unpin the weights of layers that have failed while theirs arrived. They would keep those for ever."""
+        if left := [layer for layer in self.layers() if "_prefetch" in vars(layer)]:
+            comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, left)
 
     def _hold(self, size: int) -> bool:
         if self._crowded is not None and size >= self._crowded:
@@ -427,8 +438,10 @@ class Cast:
         try:
             if self._own:
                 self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
-        except BaseException:
+        except BaseException as error:
             self.end()
+            if isinstance(error, RuntimeError) and str(error).startswith(NO_BUFFER):
+                raise torch.cuda.OutOfMemoryError(str(error)) from error
             raise
         self._turn = self._turn_of_streams()
 

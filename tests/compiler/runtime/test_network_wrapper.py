@@ -14,7 +14,7 @@ from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper, _is_finite
 from compiled_graphs.compiler.runtime.region_forward import _thread
-from compiled_graphs.compiler.runtime.running_call import running_call
+from compiled_graphs.compiler.runtime.running_call import RunningCall, running_call
 from compiled_graphs.compiler.runtime.sampling import Announced
 from torch import nn
 
@@ -359,3 +359,37 @@ def test_a_gain_is_final_once_graphs_and_recordings_are_made(is_busy, is_settled
 
 def test_without_a_choice_nothing_is_decided():
     enter(Pair()).end_sampling()
+
+
+class Takes(nn.Module):
+    """Takes residuals out of the lists that it is given, as a UNet does, and notes in its options that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.tries = 0
+
+    def forward(self, x, control=None, options=None):
+        self.tries += 1
+        options["tries"] = self.tries
+        x = x + control["output"].pop()
+        if self.tries == 1:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return x
+
+
+class GivesWay(ResidentWeights):
+    def give_way(self, size):
+        return True
+
+
+class WithOptions(Host):
+    context_arguments = frozenset({"options"})
+
+
+def test_a_call_that_is_made_again_has_all_that_it_was_given():
+    compiled = SimpleNamespace(weights=GivesWay(), host=WithOptions())
+    wrapper, options = NetworkWrapper(network := Takes(), "forward", None, compiled), {}
+    given = {"control": {"output": [torch.ones(1)]}, "options": options}
+    result = wrapper._call_with_weights(RunningCall(None), (torch.zeros(1),), given, False)
+    assert result == 1
+    assert (network.tries, options) == (2, {"tries": 2})

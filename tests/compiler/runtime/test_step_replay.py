@@ -238,6 +238,50 @@ def test_other_code_is_watched_before_it_is_recorded(change, is_watched, network
     assert bool(watched) == is_watched
 
 
+class Reads(Host):
+    """Options that the network's code looks up keep its steps from being recorded."""
+
+    context_arguments = frozenset({"options"})
+
+    def capture_blocker(self, context, string_constants):
+        found = string_constants & (context.get("options") or {}).keys()
+        return Reason(ReasonCode.OPTION, *found) if found else None
+
+    def steps(self, context):
+        return FEWEST_STEPS
+
+
+def test_options_that_other_code_looks_up_are_seen(network, monkeypatch):
+    replay = StepReplay(network, Reads(), torch.device("cpu"), Counters(), uncounted)
+    for _ in range(3):
+        serve(replay, network, (x(),), {"options": {"scale": 2.0}})
+    assert replay.counters.replays == 1
+    monkeypatch.setattr(Network, "forward", lambda self, x, options=None: self.inner(x) * options["scale"])
+    replay.look()
+    for _ in range(4):
+        serve(replay, network, (x(),), {"options": {"scale": 2.0}})
+    assert replay.counters.replays == 1
+    assert replay.reason == Reason(ReasonCode.OPTION, "scale")
+
+
+class Cancelled(Exception):
+    pass
+
+
+def test_a_cancellation_during_a_recording_is_the_samplings(network, monkeypatch):
+    monkeypatch.setattr(Options, "is_cancellation", lambda self, error: isinstance(error, Cancelled))
+
+    def cancelled(call, pool):
+        raise Cancelled
+
+    replay = serving(network, cancelled)
+    serve(replay, network, (x(),), {})
+    with pytest.raises(Cancelled):
+        serve(replay, network, (x(),), {})
+    replay._capture = uncounted
+    assert replayed(replay, network, x())
+
+
 @pytest.mark.parametrize("change", [hook, replace_forward, replace_module])
 def test_code_of_others_in_a_network_is_never_recorded(change, network):
     replay = serving(network)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
@@ -10,6 +12,7 @@ from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, streamed
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.runtime import step_replay
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
+from compiled_graphs.compiler.tracing.side_effects import turns
 from recorders import repeat
 from rows import adapted, low_rank
 from vbar import PAGE, VBAR, stream
@@ -189,6 +192,77 @@ def test_too_little_memory_beside_the_weights_gives_them_up(model, plain, sample
     with pytest.raises(torch.cuda.OutOfMemoryError):
         sample(ours, "tiny_sd15")
     assert vbar.pinned == 0
+
+
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_a_layer_that_fails_while_its_weights_arrive_lets_them_go(
+    is_made_again, model, plain, sample, registry, vbar, monkeypatch
+):
+    ours = compiled(model, verify=False)
+    sample(ours, "tiny_sd15")
+    wrapper, layer = ours.object_patches["diffusion_model.forward"], layers_of(ours)[0]
+    real, raised = wrapper._call_or_replay, []
+
+    def fail(*args):
+        if raised:
+            return real(*args)
+        raised.append(1)
+        layer._prefetch = {"signature": layer._v[0].fault(layer._v), "resident": True}
+        raise torch.cuda.OutOfMemoryError("no room") if is_made_again else RuntimeError("something else")
+
+    monkeypatch.setattr(wrapper, "_call_or_replay", fail)
+    if is_made_again:
+        assert_image(sample, ours, plain, vbar)
+    else:
+        with pytest.raises(RuntimeError, match="something else"):
+            sample(ours, "tiny_sd15")
+    assert (vbar.pinned, "_prefetch" in vars(layer)) == (0, False)
+
+
+def test_a_buffer_that_finds_no_memory_is_too_little_memory(model, vbar, monkeypatch):
+    ops = pytest.importorskip("comfy.ops")
+
+    def fail(*args):
+        raise RuntimeError("VRAM grow failed: 5 bytes")
+
+    model.load()
+    monkeypatch.setattr(ops, "cast_modules_with_vbar", fail)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="VRAM grow failed"):
+        streamed_weights.Cast(layers_of(model), torch.device("cpu"))
+
+
+def test_weights_are_let_go_whatever_a_call_ends_with(model, sample, registry, vbar, monkeypatch):
+    ours = compiled(model, verify=False)
+    sample(ours, "tiny_sd15", steps=2)
+    weights = ours.object_patches["diffusion_model.forward"].compiled.weights
+    monkeypatch.setattr(weights, "_plan_what_stays", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sample(ours, "tiny_sd15")
+    assert (vbar.pinned, weights.is_held) == (0, False)
+
+
+def test_a_sampling_does_not_end_within_a_call_of_another_thread(model, sample, registry, vbar):
+    """A sampling that fails on one GPU ends while another one's thread works."""
+    ours = compiled(model, verify=False)
+    sample(ours, "tiny_sd15")
+    is_inside, may_leave, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def be_inside():
+        with turns.shared():
+            is_inside.set()
+            may_leave.wait(60)
+
+    def end():
+        ours.cleanup()
+        ended.set()
+
+    threads = [threading.Thread(target=job, daemon=True) for job in (be_inside, end)]
+    threads[0].start()
+    assert is_inside.wait(60)
+    threads[1].start()
+    assert not ended.wait(0.2)
+    may_leave.set()
+    assert ended.wait(60)
 
 
 def test_steps_are_replayed_while_weights_stay(model, plain, sample, registry, vbar, captures):
