@@ -247,6 +247,8 @@ class FakeStepReplay:
     def forget(self):
         self.forgotten += 1
 
+    start_over = forget
+
     def look(self):
         self.looked += 1
 
