@@ -499,13 +499,14 @@ def _call_around_samplings(
 
     A sampling that fails on one GPU ends while another one's thread may still be inside of a call.
     """
+    device = target.device  # the functions last as long as the patcher, and must not refer to it
 
     def at_begin(patcher: Any) -> None:
-        with current(target.device):
+        with current(device):
             begin()
 
     def at_end(patcher: Any) -> None:
-        with turns.alone(), current(target.device):
+        with turns.alone(), current(device):
             end()
 
     comfy_compat.call_around_samplings(target.patcher, CALLBACKS_KEY, begin and at_begin, end and at_end)

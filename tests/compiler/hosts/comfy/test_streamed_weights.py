@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -377,3 +379,14 @@ def test_small_weights_stay_where_captures_read_them(model, sample, registry, vb
     for seed in range(2):
         sample(ours, "tiny_sd15", seed=seed)
         assert [tensor.data_ptr() for tensor in weights._kept.tensors()] == places
+
+
+def test_what_is_called_around_samplings_does_not_keep_the_patcher(model, registry, vbar):
+    ours = compiled(model, verify=False)
+    patcher = weakref.ref(ours)
+    gc.disable()
+    try:
+        del ours
+        assert patcher() is None
+    finally:
+        gc.enable()
