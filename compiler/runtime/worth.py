@@ -39,7 +39,10 @@ class Worth:
 
     @classmethod
     def of_calls(cls) -> Worth:
-        """Return the worth of a network that is called once a step, and not told when a sampling ends: a ControlNet."""
+        """Return the worth of a network that is called once a step and not told when a sampling ends.
+
+        That is a ControlNet, or a model in a ComfyUI from before 2025.
+        """
         return cls(ENOUGH_CALLS, 2 * ENOUGH_CALLS)
 
     @classmethod

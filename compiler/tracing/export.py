@@ -193,7 +193,7 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
     rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
     ranks = [{0: rank} if is_factor(name) else None for name in held.names]
     symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
-    # Strides tell one frame from several. A graph for each number of frames would follow.
+    # Torch would guard the strides of the example. Chunks of two and of three frames would then need their own graphs.
     strides = undecided_strides() if request.signature.is_chunk else nullcontext()
     with torch.no_grad(), strides:
         mutated = _mutated_inputs(mode, pure, weights, inputs)

@@ -163,20 +163,19 @@ _read("torch._subclasses.fake_tensor:FakeTensorMode().shape_env")
 _read("torch.fx.experimental.symbolic_shapes:ShapeEnv().guards")
 _read("torch.fx.experimental.symbolic_shapes:ShapeEnv.replace")
 _read("torch.fx.experimental.sym_node:SymNode.expr")
-_shape_options = _optional("torch.fx.experimental._config:patch", lambda **options: nullcontext())
-_optional("torch.fx.experimental._config:backed_size_oblivious", False)
+_shape_options = _optional("torch.fx.experimental._config:patch")
+_size_oblivious = _optional("torch.fx.experimental._config:backed_size_oblivious")
 
 
 def undecided_strides() -> AbstractContextManager[Any]:
     """Return a context in which questions about strides are not decided by the sizes of an example.
 
-    Torch otherwise asks at each operator whether its result is contiguous, and guards the answer. Without the option
-    (torch before 2.6) it does.
+    Torch otherwise asks at each operator whether its result is contiguous, and guards the answer. It does so in a
+    torch without the option, too.
     """
-    try:
-        return _shape_options(backed_size_oblivious=True)
-    except AttributeError:
+    if is_gone(_shape_options) or is_gone(_size_oblivious):
         return nullcontext()
+    return _shape_options(backed_size_oblivious=True)
 
 
 def version(tensor: torch.Tensor) -> int:
