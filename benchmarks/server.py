@@ -24,14 +24,15 @@ Sizes, the number of tokens and cfg are in `server_models.py`. Images have 1024x
 number of frames; --sizes 832x480x81,832x480x49 are others. Where a model has guidance and a negative prompt of another
 length (Qwen-Image and Chroma do not pad their text), ComfyUI calls it twice a step instead of with a batch of two.
 
-Weights are random. Seconds are the server's own, from a prompt's start to its end, the loader's result cached. A
-latent is compared with that of `eager`, from the same RUN or an earlier one. One of a quantised model is also compared
-with that of the unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home:
-with `eager` and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does.
-GGUF weights are not those of flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes
-besides its steps. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU: while
-the first RUN of `ours` compiles, worker processes take 0.7 GiB each. `resident` is GiB of streamed weights that are on
-the GPU after a sampling, and `pinned` counts their pages that are still pinned.
+Weights are random. Seconds are the server's own, from a prompt's start to when its result is on the CPU, the
+loader's result cached. In older results the time to write it to a file is a part of them. A latent is compared with
+that of `eager`, from the same RUN or an earlier one. One of a quantised model is also compared with that of the
+unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home: with `eager`
+and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does. GGUF
+weights are not those of flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes
+besides its steps. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU: while the first RUN
+of `ours` compiles, worker processes take 0.7 GiB each. `reserved` is what PyTorch has of it. `resident` is GiB of
+streamed weights that are on the GPU after a sampling, and `pinned` counts their pages that are still pinned.
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         "other size": [each["seconds"] for each in other],
         "lora on, same, changed, off": [each["seconds"] for each in loras],
         "used": round(again[-1]["used"], 2),
+        "reserved": round(again[-1]["reserved"], 2),
         "resident": round(again[-1]["resident"], 2),
         "pinned": max(each["pinned"] for each in everything),
         "finite": all(each["finite"] for each in everything),
@@ -207,7 +209,7 @@ def run_prompt(server: ComfyServer, prompt: dict[str, Any]) -> dict[str, Any]:
     times = {name: message.get("timestamp") for name, message in entry["status"]["messages"]}
     bench = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
     text = next((output["text"] for output in entry["outputs"].values() if "text" in output), None)
-    return {"seconds": (times["execution_success"] - times["execution_start"]) / 1000, "text": text, **bench}
+    return {"seconds": bench["at"] - times["execution_start"] / 1000, "text": text, **bench}
 
 
 def make_missing(options: argparse.Namespace, model: str) -> None:

@@ -1,6 +1,7 @@
 """Nodes for `benchmarks/server.py`: conditioning without a text encoder, and a latent that is kept to be compared."""
 
 import json
+import time
 
 import torch
 
@@ -60,7 +61,7 @@ class BenchSound:
 
 
 class BenchKeep:
-    """Writes a latent or an image to a file, and says how much of the GPU's memory is in use."""
+    """Writes a latent or an image to a file, and says when it arrived and how much of the GPU's memory is in use."""
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -73,14 +74,15 @@ class BenchKeep:
 
     def keep(self, path, latent=None, image=None):
         kept = (latent["samples"] if image is None else image).float().cpu()
+        at = time.time()
         torch.save(kept, path)
-        used = 0
+        used = reserved = 0
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            used = (total - free) / 2**30
+            used, reserved = (total - free) / 2**30, torch.cuda.memory_reserved() / 2**30
         pages, finite = _pages(), bool(kept.isfinite().all())
         counts = {"pinned": sum(bool(flags & 2) for flags in pages), "resident": sum(flags & 1 for flags in pages) / 32}
-        return {"ui": {"bench": [{"used": used, "finite": finite, **counts}]}}
+        return {"ui": {"bench": [{"at": at, "used": used, "reserved": reserved, "finite": finite, **counts}]}}
 
 
 def _pages():
