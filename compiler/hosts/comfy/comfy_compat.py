@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -279,14 +279,25 @@ def can_stream() -> bool:
     return all(find(name) is not None for name in needs)
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream on which this thread launches what a device does; None where a device has no streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def wait_for_stream(device: torch.device, stream: Any) -> None:
     """Have what is launched on a device from now on wait for another stream."""
-    if stream is not None:
-        torch.cuda.current_stream(device).wait_stream(stream)
+    current = current_stream(device)
+    if stream is not None and current is not None:
+        current.wait_stream(stream)
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Launch what follows over one of ComfyUI's streams, or where it is launched anyway if that is None."""
+    return nullcontext() if stream is None else stream.as_context(stream)
 
 
 def can_bring_ahead() -> bool:
-    """Whether weights can come over a stream of their own, and whoever uses that stream meanwhile is seen.
+    """Whether weights can come over a stream of their own.
 
     Not while a network brings its blocks' weights itself: it would fault a block a second time, and unpin it once.
     """

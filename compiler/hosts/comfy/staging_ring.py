@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,29 @@ class StagingRing:
             staging.arrived = self._stream.record_event()
         self._largest = max(self._largest, staging.size)
         return not staging.pending
+
+    def take(self, staging: Staging, buffer: torch.Tensor, stream: Any) -> torch.Tensor:
+        """Move bytes out of a buffer of ComfyUI's, into which a stream brings them; return where they are.
+
+        They go into the ring, or into memory of their own if it has no room. That memory is the stream's, which has to
+        wait for whoever reads it before it is let go.
+        """
+        memory = None
+        with suppress(_Busy):
+            memory = self._claim(buffer.numel(), staging) if self._is_open else None
+        if memory is None:
+            with comfy_compat.on_stream(stream), torch.inference_mode(False):
+                return torch.empty_like(buffer).copy_(buffer)
+        memory = memory[: buffer.numel()]
+        self._largest = max(self._largest, staging.size)
+        if self._stream is None:
+            return memory.copy_(buffer)
+        self._stream.wait_stream(stream)
+        with self._on_stream():
+            memory.copy_(buffer)
+        staging.arrived = self._stream.record_event()
+        stream.wait_event(staging.arrived)
+        return memory
 
     def reserve(self, size: int) -> None:
         """Say, before the first call, how much a region needs at most."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,7 +209,7 @@ class StreamedWeights:
     def _let_go(self) -> None:
         """Unpin the weights of layers that have failed while theirs arrived. They would keep those for ever."""
         if left := [layer for layer in self.layers() if "_prefetch" in vars(layer)]:
-            comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, left)
+            _clean_up(left)
 
     def _hold(self, size: int) -> bool:
         if self._crowded is not None and size >= self._crowded:
@@ -372,24 +373,23 @@ class StreamedSource:
         """Begin to bring all weights."""
         self.begin_staging(is_next=True)
         if self._cast is None:
-            self._cast = Cast(self._staging.left, self._weights.device)
+            weights, cast = self._weights, Cast(self._staging.left, self._weights.device)
+            cast.resolve(weights.host, partial(weights.ring.take, self._staging))
+            self._cast = cast
 
     def end_bringing(self) -> None:
         """Let go of the weights, used or not."""
         staging, cast, self._staging, self._cast = self._staging, self._cast, None, None
+        if cast is not None:
+            cast.end()
         if staging is not None:
             staging.end()
             self._timing = staging.timing or self._timing
-        if cast is not None:
-            cast.end()
 
     def _streamed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self._weights.can_stream:
             raise Unsupported(ReasonCode.WEIGHT_DEVICE, f"their way to {self._weights.device}, layer by layer")
         self._weights.ahead.note(self)
-        if self._cast is not None and self._cast.is_overwritten():
-            self._cast.end()
-            self._cast = None
         self.begin_bringing()
         self._weights.ahead.begin_later(self)
         self._weights.note_room(not self._staging.lacks_room and self._cast.has_room)
@@ -397,10 +397,7 @@ class StreamedSource:
         self._staging.wait()
         for layer in self._staging.to_keep:
             kept.keep(layer, found[id(vars(layer))], is_own=True)
-        comfy_compat.wait_for_stream(self._weights.device, self._cast.stream)
-        for layer in self._cast.layers:
-            weight, bias = resolve(layer, self._weights.host, self._weights.device)
-            arrived = {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
+        for layer, arrived in self._cast.arrived():
             found[id(vars(layer))] = kept.keep(layer, arrived)
         if self._weights.is_timed:
             self._staging.begin_timing()
@@ -426,45 +423,96 @@ class StreamedSource:
 
 
 class Cast:
-    """The weights of some layers on their way, by ComfyUI's own cast. Their pages stay pinned until `end`."""
+    """The weights of some layers on their way, by ComfyUI's own cast. Their pages stay pinned until `end`.
+
+    What has no room in its pages comes into a buffer of a stream, and the next cast over that stream overwrites it. So
+    such weights move on at once: code that casts layers later, between blocks or within one, does not reach them.
+    """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
-        self.layers = layers
+        self.has_room = True
+        """Whether all weights found room in their pages."""
         # Some networks bring a block's weights themselves (`comfy.model_prefetch`), and let them go themselves.
+        self._theirs = [layer for layer in layers if "_prefetch" in vars(layer)]
         self._own = [layer for layer in layers if "_prefetch" not in vars(layer)]
         self._device = device
-        self._is_done = False
+        self._weights: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._host: Host | None = None
+        self._refused: Unsupported | None = None
+        self._is_done = self._has_waited = False
         self.stream = None
-        try:
+        with self._ended_if_it_fails():
             if self._own:
                 self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
+
+    def resolve(self, host: Host, take: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+        """Have the weights made of what comes, over the same stream.
+
+        `take` moves bytes out of a stream's buffer and returns where they are. Raises torch.cuda.OutOfMemoryError; then
+        nothing stays pinned.
+        """
+        self._host = host
+        brought = {id(layer): vars(layer)["_prefetch"] for layer in (*self._own, *self._theirs)}
+        self.has_room = all(prefetch["signature"] is not None for prefetch in brought.values())
+        with self._ended_if_it_fails():
+            for layer in self._own:
+                prefetch = brought[id(layer)]
+                buffer = prefetch.get("xfer_dest") if prefetch["signature"] is None else None
+                # Weights that change their dtype leave the buffer by that.
+                if buffer is not None and self.stream is not None and not prefetch.get("needs_cast"):
+                    prefetch["xfer_dest"] = take(buffer, self.stream)
+            with comfy_compat.on_stream(self.stream):
+                self._resolve_own()
+        # Eager code that runs such a layer meanwhile brings the weights for itself.
+        _clean_up([layer for layer in self._own if brought[id(layer)]["signature"] is None])
+
+    def _resolve_own(self) -> None:
+        try:
+            for layer in self._own:
+                self._weights.append((layer, _resolved(layer, self._host, self._device)))
+        except Unsupported as error:  # `arrived` says so: this may be ahead of the region's call
+            self._refused = error
+
+    def arrived(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        """Return each layer's weights, for which what is launched from now on waits. Raises Unsupported."""
+        self._wait()
+        if self._refused is not None:
+            raise self._refused
+        return [*self._weights, *((layer, _resolved(layer, self._host, self._device)) for layer in self._theirs)]
+
+    def end(self) -> None:
+        """Unpin the pages. Other weights are gone once the GPU has passed this point."""
+        if not self._is_done:
+            self._is_done = True
+            self._wait()  # pages that nobody has asked for count as filled, too
+            _clean_up(self._own)
+            if self.stream is not None:
+                self.stream.wait_stream(comfy_compat.current_stream(self._device))
+
+    def _wait(self) -> None:
+        if not self._has_waited:
+            self._has_waited = True
+            comfy_compat.wait_for_stream(self._device, self.stream)
+
+    @contextmanager
+    def _ended_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self.end()
             if isinstance(error, RuntimeError) and str(error).startswith(NO_BUFFER):
                 raise torch.cuda.OutOfMemoryError(str(error)) from error
             raise
-        self._turn = self._turn_of_streams()
 
-    @property
-    def has_room(self) -> bool:
-        """Whether all weights found room in their pages."""
-        return all(vars(layer)["_prefetch"]["signature"] is not None for layer in self.layers)
 
-    def is_overwritten(self) -> bool:
-        """Whether another layer has been cast since, which may have taken the same buffer."""
-        return self.stream is not None and self._turn != self._turn_of_streams()
+def _resolved(layer: nn.Module, host: Host, device: torch.device) -> dict[str, Any]:
+    weight, bias = resolve(layer, host, device)
+    return {ARRIVED["weight"]: weight, ARRIVED["bias"]: bias}
 
-    def end(self) -> None:
-        """Unpin the pages. What was brought to a buffer is gone once the GPU has passed this point."""
-        if not self._is_done:
-            self._is_done = True
-            comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, self._own)
-            if self.stream is not None:
-                self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def _turn_of_streams(self) -> int | None:
-        counters = comfy_compat.find(f"{comfy_compat.MANAGEMENT}.stream_counters")
-        return None if counters is None else counters.get(self._device)
+def _clean_up(layers: Sequence[nn.Module]) -> None:
+    """Unpin what ComfyUI has brought for these layers, and forget that it did."""
+    comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, layers)
 
 
 @contextmanager

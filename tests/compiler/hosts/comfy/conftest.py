@@ -35,7 +35,7 @@ from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
 from compiled_graphs.compiler.registry.registry import Registry  # noqa: E402
 from tiny_models import write_missing  # noqa: E402
-from vbar import stream, vbar  # noqa: E402, F401  a fixture
+from vbar import stream, streams, vbar  # noqa: E402, F401  fixtures
 
 TEXT_WIDTHS = {
     "tiny_sd15": 768,

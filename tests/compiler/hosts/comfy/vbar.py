@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -114,6 +115,38 @@ def vbar(monkeypatch: pytest.MonkeyPatch) -> VBAR:
     monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", _tensor_at)
     monkeypatch.setattr(comfy.cli_args.args, "disable_pinned_memory", True)
     monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", True)
+    return made
+
+
+class Stream:
+    """A stream on which everything is done at once, with the buffer into which each cast over it writes."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray(64 * 2**20)
+        self.casts = 0
+
+    def as_context(self, _: Stream) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait_stream(self, _: object) -> None:
+        pass
+
+    def get(self, size: int, offset: int) -> tuple[Stream, int, int]:
+        """Return a place in the buffer, as `comfy_aimdo.vram_buffer.VRAMBuffer` does."""
+        self.casts += not offset
+        return self, ctypes.addressof(ctypes.c_uint8.from_buffer(self.buffer)) + offset, size
+
+
+@pytest.fixture
+def streams(vbar: VBAR, monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Two streams that take turns, over which the core's casts bring what has no room in its pages."""
+    import comfy.model_management as management
+
+    made, device = [Stream(), Stream()], torch.device("cpu")
+    monkeypatch.setattr(management, "NUM_STREAMS", len(made))
+    monkeypatch.setattr(management, "STREAMS", {device: made})
+    monkeypatch.setattr(management, "stream_counters", {device: 0})
+    monkeypatch.setattr(management, "STREAM_AIMDO_CAST_BUFFERS", {stream: stream for stream in made})
     return made
 
 
