@@ -30,8 +30,8 @@ def soak():
 class Server:
     """Writes a latent for each prompt, as BenchKeep does. The one of prompt number `wrong` is another one."""
 
-    def __init__(self, wrong=None, failing=None, error=None):
-        self.prompts, self.wrong, self.failing, self.error = [], wrong, failing, error
+    def __init__(self, wrong=None, failing=None, error=None, retired=0):
+        self.prompts, self.wrong, self.failing, self.error, self.retired = [], wrong, failing, error, retired
 
     def end_of_log(self):
         return "its last words"
@@ -51,7 +51,7 @@ class Server:
 
     def get(self, path):
         names = ("compiles", "recordings", "replays", "calls")
-        return {"totals": {"reasons": {}, **dict.fromkeys(names, 1)}}
+        return {"totals": {"reasons": {}, "retired": self.retired, **dict.fromkeys(names, 1)}}
 
 
 def run(soak, tmp_path, capsys, server):
@@ -91,3 +91,8 @@ def test_a_wrong_latent_and_a_failed_prompt_are_faults(soak, tmp_path, capsys):
     status, report = run(soak, tmp_path, capsys, Server(wrong=5, failing=7, error=soak.PromptFailed))
     assert (status, report["prompts"]) == (1, 9)
     assert report["faults"] == ["a latent differs by 1.0e+00", "prompts failed: {'it broke': 1}"]
+    assert max(most for _, most in report["differs, least and most"].values()) == 1.0
+
+
+def test_a_graph_that_failed_a_check_is_a_fault(soak, tmp_path, capsys):
+    assert run(soak, tmp_path, capsys, Server(retired=1))[1]["faults"] == ["1 graphs failed a check"]

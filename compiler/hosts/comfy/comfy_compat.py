@@ -280,7 +280,7 @@ def can_stream() -> bool:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream on which this thread launches what a device does; None where a device has no streams."""
+    """Return the stream of an NVIDIA or AMD GPU on which this thread launches; None for any other device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 

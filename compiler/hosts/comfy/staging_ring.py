@@ -2,7 +2,9 @@
 
 ComfyUI casts such weights into a buffer for each of its two streams. A region needs all of its weights at once, so each
 buffer would hold a whole block, and that memory is taken from weights that could stay. The ring holds what one block
-needs and about as much for those after it, so that copies do not wait for the CPU to launch each block.
+needs and about as much for those after it, so that copies do not wait for the CPU to launch each block. Weights that
+only ComfyUI can bring (with LoRAs, or not in pinned memory) still come into such a buffer. They move to the ring at
+once.
 
 The ring has a stream of its own. A copy waits for the graph that reads what it overwrites, and the CPU waits for
 nothing.
@@ -107,46 +109,38 @@ class StagingRing:
     def take(self, staging: Staging, buffer: torch.Tensor, stream: Any) -> torch.Tensor:
         """Move bytes out of a buffer of ComfyUI's, into which a stream brings them; return where they are.
 
-        They go into the ring, or into memory of their own if it has no room. That memory is the stream's, which has to
-        wait for whoever reads it before it is let go.
+        They go into the ring, or into memory of their own if it has no room. Their own memory belongs to the stream,
+        which must wait for all readers before it is freed.
         """
         memory = None
         with suppress(_Busy):
-            memory = self._claim(buffer.numel(), staging) if self._is_open else None
-        if memory is None:
-            with comfy_compat.on_stream(stream), torch.inference_mode(False):
-                return torch.empty_like(buffer).copy_(buffer)
-        memory = memory[: buffer.numel()]
+            memory = self._claim(buffer.numel(), staging, stream) if self._is_open else None
         self._largest = max(self._largest, staging.size)
-        if self._stream is None:
+        with comfy_compat.on_stream(stream), torch.inference_mode(False):
+            memory = torch.empty_like(buffer) if memory is None else memory[: buffer.numel()]
             return memory.copy_(buffer)
-        self._stream.wait_stream(stream)
-        with self._on_stream():
-            memory.copy_(buffer)
-        staging.arrived = self._stream.record_event()
-        stream.wait_event(staging.arrived)
-        return memory
 
     def reserve(self, size: int) -> None:
         """Say, before the first call, how much a region needs at most."""
         self._needed = self._needed or size
 
-    def _claim(self, size: int, staging: Staging) -> torch.Tensor | None:
-        """Return the next bytes of the ring, or None if it is too small.
+    def _claim(self, size: int, staging: Staging, stream: Any) -> torch.Tensor | None:
+        """Return the next bytes of the ring for a stream to fill, or None if it is too small.
 
         Raises _Busy if weights that somebody waits for lie there.
         """
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        memory = self._allocated()
+        is_new, memory = self._memory is None, self._allocated()
         if memory is None or size > memory.numel():
             return None
         start = self._head if self._head + size <= memory.numel() else 0
         overwritten = {other for first, end, other in self._lying if first < start + size and start < end}
         if any(other.is_wanted for other in overwritten):
             raise _Busy
-        for other in overwritten:
-            if other.done is not None:
-                self._stream.wait_event(other.done)
+        if is_new and stream is not None:
+            stream.wait_stream(comfy_compat.current_stream(self._device))
+        for event in (event for other in overwritten for event in (other.arrived, other.done) if event is not None):
+            stream.wait_event(event)
         self._lying = [each for each in self._lying if each[0] >= start + size or start >= each[1]]
         self._lying.append((start, start + size, staging))
         self._head = start + size
@@ -175,7 +169,7 @@ class StagingRing:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 own.memory.record_stream(self._stream)
             return own.memory
-        memory = None if has_room(layer) else self._claim(size, staging)
+        memory = None if has_room(layer) else self._claim(size, staging, self._stream)
         staging.lacks_room |= memory is not None
         return memory
 
@@ -258,7 +252,8 @@ class Staging:
     def end(self) -> None:
         """Let others have the memory."""
         self.is_wanted = False
-        if self.arrived is not None or self._began is not None:
+        is_lying = self.size > 0 and self._device.type == "cuda"
+        if is_lying or self.arrived is not None or self._began is not None:
             self.done = _recorded(self._device, times=self._began is not None)
         if self._began is not None:
             self.timing = Timing(self._began, self.done)

@@ -29,7 +29,7 @@ from torch import nn
 
 from ...common.host import Host
 from ...common.inner_tensors import TENSOR_TYPES
-from ...common.reason import ReasonCode, Unsupported
+from ...common.reason import Reason, ReasonCode, Unsupported
 from ...common.tensor_slots import Slot, owned_tensor_slots
 from ...common.weight_source import RESIDENT
 from ...identity.low_rank import is_factor
@@ -438,7 +438,7 @@ class Cast:
         self._device = device
         self._weights: list[tuple[nn.Module, dict[str, Any]]] = []
         self._host: Host | None = None
-        self._refused: Unsupported | None = None
+        self._refused: Reason | None = None
         self._is_done = self._has_waited = False
         self.stream = None
         with self._ended_if_it_fails():
@@ -458,27 +458,43 @@ class Cast:
             for layer in self._own:
                 prefetch = brought[id(layer)]
                 buffer = prefetch.get("xfer_dest") if prefetch["signature"] is None else None
-                # Weights that change their dtype leave the buffer by that.
+                # Weights that change their dtype are converted out of the buffer below.
                 if buffer is not None and self.stream is not None and not prefetch.get("needs_cast"):
                     prefetch["xfer_dest"] = take(buffer, self.stream)
-            with comfy_compat.on_stream(self.stream):
-                self._resolve_own()
-        # Eager code that runs such a layer meanwhile brings the weights for itself.
+            self._resolve_own()
+        # Eager code that runs a layer without room meanwhile brings the weights for itself.
         _clean_up([layer for layer in self._own if brought[id(layer)]["signature"] is None])
+        self._own = [layer for layer in self._own if brought[id(layer)]["signature"] is not None]
 
     def _resolve_own(self) -> None:
+        has_functions = any(vars(layer).get(name) for layer in self._own for name in FUNCTIONS)
+        if has_functions and self.stream is not None:  # they may read what was launched before
+            self.stream.wait_stream(comfy_compat.current_stream(self._device))
         try:
-            for layer in self._own:
-                self._weights.append((layer, _resolved(layer, self._host, self._device)))
+            with comfy_compat.on_stream(self.stream):
+                for layer in self._own:
+                    self._weights.append((layer, _resolved(layer, self._host, self._device)))
         except Unsupported as error:  # `arrived` says so: this may be ahead of the region's call
-            self._refused = error
+            self._refused = error.reason
 
     def arrived(self) -> list[tuple[nn.Module, dict[str, Any]]]:
         """Return each layer's weights, for which what is launched from now on waits. Raises Unsupported."""
         self._wait()
         if self._refused is not None:
-            raise self._refused
-        return [*self._weights, *((layer, _resolved(layer, self._host, self._device)) for layer in self._theirs)]
+            raise Unsupported.of(self._refused)
+        return [*self._weights, *((layer, self._resolved_theirs(layer)) for layer in self._theirs)]
+
+    def _resolved_theirs(self, layer: nn.Module) -> dict[str, Any]:
+        """Return weights that the network has brought. Others find them as they were brought, without LoRAs."""
+        prefetch = vars(layer)["_prefetch"]
+        brought = prefetch.get("xfer_dest")
+        if brought is None or prefetch["signature"] is not None or not any(map(vars(layer).get, LORA_FUNCTIONS)):
+            return _resolved(layer, self._host, self._device)
+        prefetch["xfer_dest"] = brought.clone()  # LoRAs are added in place
+        try:
+            return _resolved(layer, self._host, self._device)
+        finally:
+            prefetch["xfer_dest"] = brought
 
     def end(self) -> None:
         """Unpin the pages. Other weights are gone once the GPU has passed this point."""
@@ -580,10 +596,14 @@ class Ahead:
         following = self._after(source)
         if following is None or following is source or not comfy_compat.can_bring_ahead():
             return
-        with suppress(torch.cuda.OutOfMemoryError):  # the region itself may have more room
-            if following not in self._begun:
-                self._begun.append(following)
+        if following not in self._begun:
+            self._begun.append(following)
+        try:
             following.begin_bringing()
+        except Exception:  # its own call has more room, or says what is wrong
+            following.end_bringing()
+            return
+        with suppress(torch.cuda.OutOfMemoryError):
             self._fill_ring(self._begun[-1])
 
     def drop(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
+from compiled_graphs.compiler.hosts.comfy import streamed_weights
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.runtime.region_forward import RegionForward
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
@@ -96,3 +98,43 @@ def test_a_patch_runs_layers_within_a_block(crowded, plain, sample, registry, vb
     before = len(seen)
     assert_image(sample, ours, theirs, vbar, steps=2)
     assert len(seen) > before
+
+
+def test_a_lora_is_added_once_to_weights_that_the_network_has_brought(crowded, sample):
+    """Uncompiled code may use them as well, and adds it for itself."""
+    import comfy.model_prefetch
+    import comfy.ops
+
+    device = torch.device("cpu")
+    ours = adapted(low_rank)(crowded, 1.0)
+    sample(ours, "tiny_sd15")
+    layer = next(layer for layer in layers_of(ours) if layer.weight_lowvram_function)
+    dtype = layer.weight._model_dtype
+    layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)
+    layer.weight._model_dtype = dtype  # it needs no cast, so LoRAs are added in place
+    comfy.ops.cast_modules_with_vbar([layer], None, device, None, True)
+    plain = layer.weight.clone()
+    made = streamed_weights.Cast([layer], device)
+    made.resolve(HOST, lambda buffer, stream: buffer)
+    first, second = (made.arrived()[0][1]["_v_weight"].clone() for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, plain)
+    comfy.model_prefetch.cleanup_prefetched_modules(None, [layer])
+
+
+def test_weights_that_cannot_come_ahead_are_brought_by_their_own_call(
+    crowded, plain, sample, registry, vbar, monkeypatch
+):
+    begin, failed = streamed_weights.StreamedSource.begin_bringing, []
+
+    def fail_ahead(source):
+        is_ahead = source is not source._weights.ahead._last
+        if is_ahead:
+            failed.append(1)
+            begin(source)
+            raise RuntimeError("something of a LoRA")
+        begin(source)
+
+    monkeypatch.setattr(streamed_weights.StreamedSource, "begin_bringing", fail_ahead)
+    assert_image(sample, crowded, plain, vbar, steps=2)
+    assert failed
