@@ -1,0 +1,40 @@
+"""The ring takes weights out of the buffers of ComfyUI's streams in order: the GPU part of `test_cast_buffers`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiled_graphs.compiler.hosts.comfy.staging_ring import Staging, StagingRing
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+BYTES = 2**20
+CYCLES = 10**7
+"""Some milliseconds of a GPU: whoever does not wait is early by that."""
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["ring", "own memory"])
+def test_no_one_is_early(is_open):
+    """Bytes come late, a cast overwrites their buffer at once, graphs read them late, and the ring is used anew."""
+    device, seen = torch.device("cuda"), []
+    ring, streams = StagingRing(device), [torch.cuda.Stream() for _ in range(2)]
+    buffers = [torch.zeros(BYTES, dtype=torch.uint8, device=device) for _ in streams]
+    ring.reserve(BYTES)
+    if is_open:
+        ring.open()
+    torch.cuda.synchronize()
+    for value in range(1, 9):
+        stream, buffer, staging = streams[value % 2], buffers[value % 2], Staging([], device)
+        stream.as_context = torch.cuda.stream  # as ComfyUI's streams have it
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+            buffer.fill_(value)
+        memory = ring.take(staging, buffer, stream)
+        with torch.cuda.stream(stream):
+            buffer.fill_(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda._sleep(CYCLES)
+        seen.append(memory.clone())
+        staging.end()
+        stream.wait_stream(torch.cuda.current_stream())  # as `Cast.end` does
+    assert [copy.unique().tolist() for copy in seen] == [[value] for value in range(1, 9)]
