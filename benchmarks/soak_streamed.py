@@ -6,8 +6,8 @@ Two models (SDXL in fp16 and Flux with 6 + 12 blocks in bf16) take turns at rand
 with one of two strengths. `--headroom` leaves less than both need, so they evict each other. The latent of each prompt
 is compared with that of the same prompt without our nodes, which stays in --home. The exit status is 1 if a latent
 differs, a prompt or a graph's check fails, a page of weights stays pinned, memory grows or something compiles that was
-compiled before. The same prompt differs by the same figure each time, but for rounding: where the least and the most
-are far apart, look into it.
+compiled before. A case should differ by about the same figure each time: look into those whose least and most are far
+apart.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def wait_for_stream(device: torch.device, stream: Any) -> None:
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Launch what follows over one of ComfyUI's streams, or where it is launched anyway if that is None."""
-    return nullcontext() if stream is None else stream.as_context(stream)
+    return nullcontext() if stream is None else getattr(stream, "as_context", torch.cuda.stream)(stream)
 
 
 def can_bring_ahead() -> bool:
