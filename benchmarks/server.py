@@ -112,9 +112,8 @@ def main() -> None:
         measure(options, text, model, ways.split(","), flags[0] if flags else "")
 
 
-def sizes(text: str) -> tuple[Size, Size]:
-    first, other = (tuple(int(side) for side in size.split("x")) for size in text.split(","))
-    return first, other
+def sizes(text: str) -> tuple[Size, ...]:
+    return tuple(tuple(int(side) for side in size.split("x")) for size in text.split(","))
 
 
 def measure(options: argparse.Namespace, text: str, model: str, ways: list[str], flags: str) -> None:

@@ -1,10 +1,12 @@
 """Random prompts in a real ComfyUI server whose GPU is short of memory: is each image right, does anything stay behind?
 
     python benchmarks/soak_streamed.py --comfyui CHECKOUT [--home FOLDER] [--prompts 500] [--minutes 10] [--headroom 70]
+        [--depth N] [--sizes SIZE,...] [--keep-models]
 
-Two models (SDXL in fp16 and Flux with 6 + 12 blocks in bf16) take turns at random, at three sizes, without a LoRA or
-with one of two strengths. `--headroom` leaves less than both need, so they evict each other. The latent of each prompt
-is compared with that of the same prompt without our nodes, which stays in --home. The exit status is 1 if a latent
+Two models (SDXL in fp16, and Flux with 6 + 12 blocks in bf16 or with N + N) take turns at random, at three sizes,
+without a LoRA or with one of two strengths. `--headroom` leaves less than both need, so they evict each other.
+ComfyUI loads a model again when the other one ran in between, unless --keep-models. The latent of each prompt is
+compared with that of the same prompt without our nodes, which stays in --home. The exit status is 1 if a latent
 differs, a prompt or a graph's check fails, a page of weights stays pinned, memory grows or something compiles that was
 compiled before. A case should differ by about the same figure each time: look into those whose least and most are far
 apart.
@@ -90,15 +92,21 @@ def main() -> None:
     parser.add_argument("--headroom", default="70")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--depth", type=int, help="blocks of each kind of Flux; its own number by default")
+    parser.add_argument("--sizes", type=bench.sizes, default=SIZES, help="such as 768x768,512x512")
+    parser.add_argument("--keep-models", action="store_true", help="both models stay loaded (ComfyUI's --cache-lru)")
     options = parser.parse_args()
     options.home = options.home or Path(tempfile.mkdtemp())
-    for model in MODELS:
+    options.models = [bench.with_depth(model, options.depth) for model in MODELS]
+    for model in options.models:
         if not bench.weights_of(options, model).exists():
             command = [sys.executable, bench.__file__, "--comfyui", str(options.comfyui), "--home", str(options.home)]
             subprocess.run([*command, "--make", model], check=True)
     nodes = options.home / "custom_nodes" / "bench"
     shutil.copytree(Path(__file__).parent / "server_nodes", nodes, dirs_exist_ok=True)
     flags = ["--vram-headroom", options.headroom, "--disable-api-nodes", "--preview-method", "none"]
+    if options.keep_models:
+        flags += ["--cache-lru", "64"]
     if (front := options.home / "front").exists():
         flags += ["--front-end-root", str(front)]
     with ComfyServer(str(options.comfyui), options.home, tuple(flags)) as server:
@@ -107,12 +115,12 @@ def main() -> None:
 
 def soak(options: argparse.Namespace, server: ComfyServer) -> int:
     """Run the prompts; return the exit status."""
-    cases: list[Case] = list(itertools.product(MODELS, LORAS, SIZES))
+    cases: list[Case] = list(itertools.product(options.models, LORAS, options.sizes))
     for case in cases:
         if not reference(options, case).exists():
             server.run(prompt(options, case, reference(options, case), "eager"))
-    for model in MODELS:
-        server.run(prompt(options, (model, None, SIZES[0]), options.home / "soak-first.pt", "ours"))
+    for model in options.models:
+        server.run(prompt(options, (model, None, options.sizes[0]), options.home / "soak-first.pt", "ours"))
     before, found = totals(server)["compiles"], Found()
     try:
         ask(options, server, cases, found)

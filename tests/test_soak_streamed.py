@@ -55,7 +55,9 @@ class Server:
 
 
 def run(soak, tmp_path, capsys, server):
-    options = argparse.Namespace(home=tmp_path, prompts=10, minutes=1, steps=2, seed=0)
+    options = argparse.Namespace(
+        home=tmp_path, prompts=10, minutes=1, steps=2, seed=0, models=soak.MODELS, sizes=soak.SIZES
+    )
     status = soak.soak(options, server)
     return status, json.loads(capsys.readouterr().out)
 
