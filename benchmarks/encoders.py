@@ -1,10 +1,11 @@
 """Text encoders at their real sizes with random weights: eager and compiled, at several lengths of a prompt.
 
     python benchmarks/encoders.py --comfyui CHECKOUT [--dtype bfloat16] [--repeats 20] [--cast] [NAME ...]
+    python benchmarks/encoders.py --comfyui CHECKOUT --write FILE NAME
 
 A plain and a compiled `comfy.sd.CLIP` share the weights, which are made on the GPU, and encode the same tokens in turn:
 what a node that encodes a prompt calls, so with ComfyUI's own work around the network. CLIP has rows of 77 tokens, and
-a longer prompt has more of them.
+a longer prompt has more of them. With --write, one encoder's weights are written to a file instead.
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--layers", type=int, default=0, help="only so many layers of each encoder, 3 or more")
     parser.add_argument("--cast", action="store_true", help="have graphs cast weights to float32, as ComfyUI does")
+    parser.add_argument("--write", type=Path, help="where to write an encoder's weights, instead of timing it")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none is given")
     options = parser.parse_args()
     if unknown := set(options.names) - set(NAMES):
         parser.error(f"there is no {unknown.pop()}; choose from {', '.join(NAMES)}")
+    if options.write and len(options.names) != 1:
+        parser.error("--write wants one encoder")
     models.use_comfyui(options.comfyui)
+    if options.write:
+        write(options.write, encoder(options.names[0], getattr(torch, options.dtype), options.layers))
+        return
     if options.cast:
         from compiled_graphs.compiler.backends.inductor import artifacts
 
@@ -77,6 +84,17 @@ def measure(name: str, options: argparse.Namespace) -> None:
         print(f"  {length:>6} | {eager:>8.1f} {eager_peak:>4.2f} | {ours:>8.1f} {peak:>4.2f} {first:>8.2f} "
               f"{error:>12.1e} | {eager / ours:>12.2f} | {totals.compiles - before}")  # fmt: skip
     print(f"  uncompiled calls: {dict(totals.eager_calls)}, retired: {totals.retired}")
+
+
+def write(path: Path, clip: Any) -> None:
+    """Write an encoder's weights as CLIPLoader reads them: of one network, under its own names."""
+    import safetensors.torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = clip.cond_stage_model.state_dict()
+    names = {name: name.partition(".transformer.")[2] for name in state}
+    state = {names[name]: tensor.cpu().contiguous() for name, tensor in state.items() if names[name]}
+    safetensors.torch.save_file(state, str(path))
 
 
 def cut(rows: list[list], length: int) -> list[list]:

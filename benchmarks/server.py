@@ -1,7 +1,7 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N]
-        [--sizes SIZE,OTHER] [--long STEPS] [--backend inductor] [--json FILE] RUN ...
+        [--sizes SIZE,OTHER] [--long STEPS] [--encode] [--backend inductor] [--json FILE] RUN ...
 
 A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these, or kl (the VAE of SDXL):
 
@@ -30,9 +30,11 @@ that of `eager`, from the same RUN or an earlier one. One of a quantised model i
 unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home: with `eager`
 and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does. GGUF
 weights are not those of flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes
-besides its steps. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU: while the first RUN
-of `ours` compiles, worker processes take 0.7 GiB each. `reserved` is what PyTorch has of it. `resident` is GiB of
-streamed weights that are on the GPU after a sampling, and `pinned` counts their pages that are still pinned.
+besides its steps. With --encode, an encoder makes the text of z_image and qwen_image, another text for each prompt;
+for `ours`, CLIP Speedup compiles it. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU:
+while the first RUN of `ours` compiles, worker processes take 0.7 GiB each. `reserved` is what PyTorch has of it.
+`resident` is GiB of streamed weights that are on the GPU after a sampling, and `pinned` counts their pages that are
+still pinned.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from typing import Any
 
 from server_models import (
     MODELS,
+    Model,
     Size,
     base_of,
     depth_of,
@@ -83,6 +86,8 @@ class Wanted:
     kept: Path
     lora: float | None = None
     backend: str = "inductor"
+    encodes: bool = False
+    """Whether a text encoder makes the text."""
 
 
 def main() -> None:
@@ -94,6 +99,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, help="blocks of each kind; a model's own number by default")
     parser.add_argument("--sizes", type=sizes, help="a first size and another one, such as 512x512,256x768")
     parser.add_argument("--long", type=int, help="run prompts of so many steps too, which tell what a step takes")
+    parser.add_argument("--encode", action="store_true", help="have a text encoder make the text of each prompt")
     parser.add_argument("--backend", default="inductor", help="of Compile Model; eager runs graphs without a compiler")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("--make", help=argparse.SUPPRESS)
@@ -109,6 +115,8 @@ def main() -> None:
         model, ways, *flags = text.split(":")
         model = with_depth(model, options.depth)
         make_missing(options, model)
+        if options.encode:
+            make_encoder(options, model)
         measure(options, text, model, ways.split(","), flags[0] if flags else "")
 
 
@@ -157,13 +165,14 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
     size, other_size = options.sizes or sizes_of(model)
 
     def kept(of: str, way: str, seed: int, size: Size, lora: float | None, steps: int) -> Path:
-        parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora)
+        parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora, "encoded" if options.encode else None)
         return options.home / f"{'-'.join(str(part) for part in parts if part is not None)}.pt"
 
     def run(seed: int, size: Size = size, lora: float | None = None, steps: int = options.steps) -> dict[str, Any]:
         path = kept(model, way, seed, size, lora, steps)
         build = vae_prompt if model == "kl" else model_prompt
-        made = run_prompt(server, build(Wanted(model, way, seed, steps, size, path, lora, options.backend)))
+        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, options.encode)
+        made = run_prompt(server, build(wanted))
         differences = {
             "differs": difference(path, kept(model, "eager", seed, size, lora, steps)),
             "from unquantised": None
@@ -218,6 +227,13 @@ def make_missing(options: argparse.Namespace, model: str) -> None:
         subprocess.run([*command, "--home", str(options.home), "--make", model], check=True)
 
 
+def make_encoder(options: argparse.Namespace, model: str) -> None:
+    """Write random weights of a model's text encoder, in another process, unless they are there."""
+    if not encoder_of(options, model).exists():
+        command = [sys.executable, str(ROOT / "benchmarks" / "encoders.py"), "--comfyui", str(options.comfyui)]
+        subprocess.run([*command, "--write", str(encoder_of(options, model)), name_of(model)], check=True)
+
+
 def median_seconds(runs: list[dict[str, Any]]) -> float:
     return statistics.median(each["seconds"] for each in runs)
 
@@ -231,8 +247,7 @@ def model_prompt(wanted: Wanted) -> dict[str, Any]:
     model = MODELS[name_of(wanted.model)]
     prompt = {
         "1": loader(wanted.model),
-        "2": node("BenchConditioning", **model.text.inputs(is_negative=False), seed=1),
-        "3": node("BenchConditioning", **model.text.inputs(is_negative=True), seed=2),
+        **(encoded_text(wanted) if wanted.encodes else random_text(model)),
         "4": node(model.latent, **dict(zip(("width", "height", "length"), wanted.size)), batch_size=1),
     }
     latent = ["4", 0]
@@ -261,6 +276,30 @@ def model_prompt(wanted: Wanted) -> dict[str, Any]:
         made = ["12", 0]
     prompt["8"] = node("BenchKeep", latent=made, path=str(wanted.kept))
     return prompt
+
+
+def random_text(model: Model) -> dict[str, Any]:
+    """Return the nodes 2 and 3 with random numbers for the text."""
+    return {
+        "2": node("BenchConditioning", **model.text.inputs(is_negative=False), seed=1),
+        "3": node("BenchConditioning", **model.text.inputs(is_negative=True), seed=2),
+    }
+
+
+def encoded_text(wanted: Wanted) -> dict[str, Any]:
+    """Return the nodes 2 and 3 with a text of this seed, and the text encoder they want."""
+    name = name_of(wanted.model)
+    nodes = {"20": node("CLIPLoader", clip_name=f"{name}.safetensors", type=MODELS[name].text.encoder)}
+    link = ["20", 0]
+    if wanted.way in ("ours", "branch"):
+        nodes["21"] = node("CG_CLIPSpeedup", clip=link, backend=wanted.backend)
+        link = ["21", 0]
+    words = f"{wanted.seed}: {'a lighthouse at the sea in the evening, ' * 6}"
+    return {
+        **nodes,
+        "2": node("CLIPTextEncode", clip=link, text=words),
+        "3": node("CLIPTextEncode", clip=link, text="blurred"),
+    }
 
 
 def vae_prompt(wanted: Wanted) -> dict[str, Any]:
@@ -300,6 +339,10 @@ def difference(kept: Path, theirs: Path) -> float | None:
 
 def lora_of(options: argparse.Namespace, model: str) -> Path:
     return options.home / "models" / "loras" / f"{base_of(file_of(model))}.safetensors"
+
+
+def encoder_of(options: argparse.Namespace, model: str) -> Path:
+    return options.home / "models" / "text_encoders" / f"{name_of(model)}.safetensors"
 
 
 def weights_of(options: argparse.Namespace, model: str) -> Path:

@@ -25,6 +25,8 @@ class Text:
     """Whether an `attention_mask` comes with the text. Nothing is masked in it."""
     entries: dict[str, Any] = field(default_factory=dict)
     """What else a conditioning holds."""
+    encoder: str = ""
+    """What CLIPLoader calls the encoder, if `encoders.py` makes this one."""
 
     def inputs(self, is_negative: bool) -> dict[str, Any]:
         """Return the inputs of a BenchConditioning node but for its seed."""
@@ -85,14 +87,14 @@ MODELS = {
         adapted=r"img_attn\.qkv\.|linear1\.",
     ),
     "z_image": Model(
-        Text(tokens=39, width=2560, has_mask=True),
+        Text(tokens=39, width=2560, has_mask=True, encoder="lumina2"),
         latent="EmptySD3LatentImage",
         cfg=1.0,
         quantised=r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\.",
         adapted=r"^layers\.\d+\.attention\.qkv\.",
     ),
     "qwen_image": Model(
-        Text(tokens=210, width=3584, negative=46),
+        Text(tokens=210, width=3584, negative=46, encoder="qwen_image"),
         latent="EmptySD3LatentImage",
         cfg=4.0,
         quantised=r"^transformer_blocks\.\d+\.(attn|img_mlp|txt_mlp)\.",

@@ -1,15 +1,15 @@
 """Random prompts in a real ComfyUI server whose GPU is short of memory: is each image right, does anything stay behind?
 
-    python benchmarks/soak_streamed.py --comfyui CHECKOUT [--home FOLDER] [--prompts 500] [--minutes 10] [--headroom 70]
+    python benchmarks/soak_streamed.py --comfyui CHECKOUT [--home FOLDER] [--prompts 500] [--minutes 10] [--leave GIB]
         [--depth N] [--sizes SIZE,...] [--keep-models]
 
 Two models (SDXL in fp16, and Flux with 6 + 12 blocks in bf16 or with N + N) take turns at random, at three sizes,
-without a LoRA or with one of two strengths. `--headroom` leaves less than both need, so they evict each other.
-ComfyUI loads a model again when the other one ran in between, unless --keep-models. The latent of each prompt is
-compared with that of the same prompt without our nodes, which stays in --home. The exit status is 1 if a latent
-differs, a prompt or a graph's check fails, a page of weights stays pinned, memory grows or something compiles that was
-compiled before. A case should differ by about the same figure each time: look into those whose least and most are far
-apart.
+without a LoRA or with one of two strengths. ComfyUI may use --leave GiB of the GPU (its --vram-headroom is the rest),
+which is less than both models need, so they evict each other. ComfyUI loads a model again when the other one ran in
+between, unless --keep-models. The latent of each prompt is compared with that of the same prompt without our nodes,
+which stays in --home. The exit status is 1 if a latent differs, a prompt or a graph's check fails, a page of weights
+stays pinned, memory grows or something compiles that was compiled before. A case should differ by about the same
+figure each time: look into those whose least and most are far apart.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--headroom", default="70")
+    parser.add_argument("--leave", type=float, default=9.0, help="GiB of the GPU that ComfyUI may use")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, help="blocks of each kind of Flux; its own number by default")
@@ -104,13 +104,25 @@ def main() -> None:
             subprocess.run([*command, "--make", model], check=True)
     nodes = options.home / "custom_nodes" / "bench"
     shutil.copytree(Path(__file__).parent / "server_nodes", nodes, dirs_exist_ok=True)
-    flags = ["--vram-headroom", options.headroom, "--disable-api-nodes", "--preview-method", "none"]
+    flags = [
+        "--vram-headroom",
+        f"{gpu_memory() - options.leave:.2f}",
+        "--disable-api-nodes",
+        "--preview-method",
+        "none",
+    ]
     if options.keep_models:
         flags += ["--cache-lru", "64"]
     if (front := options.home / "front").exists():
         flags += ["--front-end-root", str(front)]
     with ComfyServer(str(options.comfyui), options.home, tuple(flags)) as server:
         sys.exit(soak(options, server))
+
+
+def gpu_memory() -> float:
+    """Return GiB of the GPU. Another process asks, so that this one has nothing on the GPU."""
+    asks = "import torch; print(torch.cuda.get_device_properties(0).total_memory / 2**30)"
+    return float(subprocess.run([sys.executable, "-c", asks], check=True, capture_output=True, text=True).stdout)
 
 
 def soak(options: argparse.Namespace, server: ComfyServer) -> int:

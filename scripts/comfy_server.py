@@ -46,6 +46,15 @@ class PromptFailed(Exception):
     """ComfyUI refused a prompt or a node of it raised."""
 
 
+def reason_of(messages: list[tuple[str, dict[str, Any]]]) -> str:
+    """Return why a prompt failed, with the place first, of the messages that its history has."""
+    for name, told in messages:
+        if name == "execution_error":
+            where = "".join(told.get("traceback") or ())
+            return f"{where}{told.get('node_type')}: {told.get('exception_type')}: {told.get('exception_message')}"
+    return json.dumps(messages)  # someone interrupted it
+
+
 class ComfyServer:
     """A ComfyUI process with a base folder of its own: models, outputs, user data and this extension."""
 
@@ -148,7 +157,7 @@ class ComfyServer:
             if prompt_id in history:
                 entry = history[prompt_id]
                 if entry.get("status", {}).get("status_str") == "error":
-                    raise PromptFailed(json.dumps(entry["status"]["messages"])[-2000:])
+                    raise PromptFailed(reason_of(entry["status"]["messages"])[-2000:])
                 return entry
             if self._process is not None and self._process.poll() is not None:
                 raise RuntimeError(f"ComfyUI ended; {self.end_of_log()}")

@@ -79,3 +79,11 @@ def test_a_server_that_never_listens_is_ended(server, comfyui, monkeypatch):
     with pytest.raises(RuntimeError, match="ComfyUI did not start"):
         server.start()
     assert server._process.poll() is not None
+
+
+def test_a_failed_prompt_says_what_was_raised_and_not_what_its_inputs_were():
+    told = {"node_type": "KSampler", "exception_type": "ValueError", "exception_message": "no such size"}
+    rest = {"traceback": ["line 1\n", "line 2\n"], "current_inputs": {"latent": ["0." * 5000]}}
+    messages = [["execution_start", {}], ["execution_error", told | rest]]
+    assert comfy_server.reason_of(messages) == "line 1\nline 2\nKSampler: ValueError: no such size"
+    assert "interrupted" in comfy_server.reason_of([["execution_interrupted", {}]])
