@@ -32,9 +32,13 @@ CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
 """Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
 CARRIED = {"decode": (1, 2, 5, 6), "encode": (1, 5, 17)}
 """The same for VAEs that hand frames on."""
-VIDEO = {"decode": (16, 22, 38), "encode": (121, 704, 1216)}
-"""Frames, height and width of a video, of latents and of pixels, that VAEs with cells cut into chunks. How they do that
-depends on the GPU's memory."""
+VIDEOS = {
+    "decode": ((16, 22, 38), (3, 22, 38), (2, 22, 38), (16, 34, 60), (3, 34, 60)),
+    "encode": ((121, 704, 1216),),
+}
+"""Frames, height and width of videos, of latents and of pixels, that VAEs with cells cut into chunks. How they do that
+depends on the GPU's memory. Short and large videos have chunks that others have not: a block's first may be its last.
+With these five, up to 121 frames of 1280x704 and 1920x1088 need no graph of their own, from three latents on."""
 TOKENS = "num_tokens"
 """Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
 
@@ -189,7 +193,7 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         elif dimensions == 3 and hands_frames_on(network):
             batch, areas = 1, [(frames, *sides) for frames in CARRIED[method]]
         elif any(CELLS in vars(module) for module in network.modules()):
-            batch, areas = 1, [*areas, *([VIDEO[method]] if sizes == LARGE else [])]
+            batch, areas = 1, [*areas, *(VIDEOS[method] if sizes == LARGE else ())]
         for area in areas:
             data = torch.empty((batch, channels, *area[-dimensions:]), dtype=vae.vae_dtype, device=vae.device)
             getattr(type(network), method)(network, data)
