@@ -66,14 +66,18 @@ class Found:
     pinned: int = 0
     failed: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def largest(self) -> float:
+        """The largest difference of all."""
+        return max(itertools.chain(*self.differences.values()), default=0.0)
+
     def faults(self, compiles: int, retired: int) -> list[str]:
         """Return what is wrong, a sentence each. `retired` counts graphs that failed a check."""
-        largest = max(itertools.chain(*self.differences.values()), default=0.0)
         first, last = (
             statistics.median(part or [0.0]) for part in (self.used[WINDOW : 2 * WINDOW], self.used[-WINDOW:])
         )
         wrong = {
-            f"a latent differs by {largest:.1e}": largest > TOLERANCE,
+            f"a latent differs by {self.largest:.1e}": self.largest > TOLERANCE,
             f"{self.pinned} pages stay pinned": self.pinned > 0,
             f"memory grows from {first:.2f} to {last:.2f} GiB": last > GROWTH * first > 0,
             f"{compiles} compiles after the first prompts": compiles > 0,
@@ -201,6 +205,8 @@ def note(options: argparse.Namespace, server: ComfyServer, queued: Queued, found
     queued.kept.unlink()
     found.used.append(row["used"])
     found.pinned = max(found.pinned, row["pinned"])
+    if len(found.used) % WINDOW == 0:  # so that a run which is cut off has told something
+        print(f"{len(found.used)} prompts, latents differ by at most {found.largest:.1e}", file=sys.stderr, flush=True)
 
 
 def totals(server: ComfyServer) -> dict[str, Any]:
