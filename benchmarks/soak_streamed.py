@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
     parser.add_argument("--prompts", type=int, default=500)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0, help="in all, with making weights and references")
     parser.add_argument("--leave", type=float, default=9.0, help="GiB of the GPU that ComfyUI may use")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=bench.sizes, default=SIZES, help="such as 768x768,512x512")
     parser.add_argument("--keep-models", action="store_true", help="both models stay loaded (ComfyUI's --cache-lru)")
     options = parser.parse_args()
+    options.end = time.monotonic() + 60 * options.minutes
     options.home = options.home or Path(tempfile.mkdtemp())
     options.models = [bench.with_depth(model, options.depth) for model in MODELS]
     for model in options.models:
@@ -161,10 +162,10 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
 
 def ask(options: argparse.Namespace, server: ComfyServer, cases: list[Case], found: Found) -> None:
     """Run random cases until the number or the time is reached."""
-    chosen, end = random.Random(options.seed), time.monotonic() + 60 * options.minutes
+    chosen = random.Random(options.seed)
     queued: deque[Queued] = deque()
     for number in range(options.prompts):
-        if time.monotonic() > end:
+        if time.monotonic() > options.end:
             break
         case, path = chosen.choice(cases), options.home / f"soak-ours-{number}.pt"
         try:

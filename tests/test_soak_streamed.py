@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Server:
 
 def run(soak, tmp_path, capsys, server):
     options = argparse.Namespace(
-        home=tmp_path, prompts=10, minutes=1, steps=2, seed=0, models=soak.MODELS, sizes=soak.SIZES
+        home=tmp_path, prompts=10, end=math.inf, steps=2, seed=0, models=soak.MODELS, sizes=soak.SIZES
     )
     status = soak.soak(options, server)
     return status, json.loads(capsys.readouterr().out)

@@ -51,8 +51,7 @@ class Background:
             try:
                 job()
             except BaseException as error:  # nobody outside of this thread could catch it
-                if self._host.is_cancellation(error):
-                    self._wait_for_prompt()
+                if self._is_for_prompt(error):
                     continue
                 log.warning("Compiling in the background failed: %s: %s", type(error).__name__, error)
                 log.debug("Compiling in the background failed", exc_info=error)
@@ -60,11 +59,21 @@ class Background:
                 self._jobs.pop(name)
         self._on_idle()
 
-    def _wait_for_prompt(self, every: float = 0.05) -> None:
-        """Hand back a cancellation that was meant for a prompt. When the prompt has ended, the job runs again."""
-        self._host.return_cancellation()
-        while self._host.is_cancelled():
-            time.sleep(every)
+    def _is_for_prompt(self, error: BaseException, every: float = 0.05) -> bool:
+        """Whether an error is a cancellation that was meant for a prompt. It is handed back, and waits for its end.
+
+        The job then runs again. If handing back fails, the job has failed, and the queue goes on.
+        """
+        try:
+            if not self._host.is_cancellation(error):
+                return False
+            self._host.return_cancellation()
+            while self._host.is_cancelled():
+                time.sleep(every)
+        except Exception as other:
+            log.warning("A cancellation could not be handed back: %s: %s", type(other).__name__, other)
+            return False
+        return True
 
     def _next(self) -> tuple[Hashable, Callable[[], None]] | None:
         with self._lock:

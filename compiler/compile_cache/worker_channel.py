@@ -19,6 +19,8 @@ ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "SY
 NICENESS = 5
 """Workers lower their priority by this much. The main process makes images, and prepares the next orders."""
 
+END_LIMIT = 5.0
+"""Seconds to wait for a process that was killed. One that is stuck in a GPU's driver may not end for long."""
 _PACKAGE = __name__.partition(".compiler.")[0]
 """This package's name. In ComfyUI that is the name of its folder."""
 _FOLDER = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ class Channel:
     kill: Callable[[], None]
     """Kill it, and leave the pipes open: whoever reads from them sees their end."""
     wait: Callable[[], object]
-    """Have the system forget it, once it has ended."""
+    """Have the system forget it, if it ends within `END_LIMIT`."""
     is_forked: bool = False
 
 
@@ -49,7 +51,12 @@ def spawned() -> Channel:
         env=boot.environment(**ENVIRONMENT),
         creationflags=_FLAGS,
     )
-    return Channel(process.pid, process.stdout, process.stdin, kill=process.kill, wait=process.wait)
+
+    def wait() -> None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_LIMIT)
+
+    return Channel(process.pid, process.stdout, process.stdin, kill=process.kill, wait=wait)
 
 
 def give_way() -> None:

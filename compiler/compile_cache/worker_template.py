@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import torch
@@ -25,12 +26,14 @@ from ..backends import BACKENDS
 from ..backends.cuda_warmup import Example
 from ..common import boot
 from ..tracing.operators import register_operators
-from .worker_channel import ENVIRONMENT, Channel, command, give_way
+from .worker_channel import END_LIMIT, ENVIRONMENT, Channel, command, give_way
 from .worker_main import Setup, absolute_entries, receive, send, serve
 
 _READY, _FORK, _END = b"r", b"f", b"e"
 _MESSAGE = struct.Struct("<cq")
 """A command, and the number of a process."""
+FORK_LIMIT = 30.0
+"""Seconds that a fork may take. The pool's other threads wait for it."""
 
 
 class Template:
@@ -67,10 +70,13 @@ class Template:
         return self._is_ready
 
     def fork(self) -> Channel:
-        """Return a new worker process. Raises OSError if the template has ended."""
+        """Return a new worker process. Raises OSError if the template has ended or does not answer."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [_MESSAGE.pack(_FORK, 0)], [theirs.fileno()])
+            if not select.select([self._control], [], [], FORK_LIMIT)[0]:
+                ours.close()
+                raise TimeoutError(f"the template process has not answered for {FORK_LIMIT:g} s")
             answer = self._control.recv(_MESSAGE.size, socket.MSG_WAITALL)
         with ours:
             if len(answer) < _MESSAGE.size:
@@ -158,6 +164,9 @@ def _work(connection: socket.socket) -> None:
 
 
 def _end(pid: int) -> None:
+    """End a worker, but do not wait long for one that is stuck in a driver: the next fork waits for this."""
     with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        limit = time.monotonic() + END_LIMIT
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < limit:
+            time.sleep(0.005)

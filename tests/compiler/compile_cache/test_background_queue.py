@@ -125,3 +125,19 @@ def test_next_job_runs_after_any_exception(caplog):
     background.submit("good", lambda: done.append(1))
     background.wait(every=0.001)
     assert done == [1]
+
+
+def test_a_cancellation_that_cannot_be_handed_back_does_not_stop_the_next_job(caplog):
+    class Broken(Host):
+        def is_cancellation(self, error):
+            return True
+
+        def return_cancellation(self):
+            raise RuntimeError("no prompt")
+
+    background, done = Background(host=Broken()), []
+    background.submit("bad", lambda: 1 / 0)
+    background.submit("good", lambda: done.append(1))
+    background.wait(every=0.001)
+    assert done == [1]
+    assert "could not be handed back: RuntimeError: no prompt" in caplog.text

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -270,6 +271,23 @@ def test_one_that_has_begun_to_use_a_gpu_gives_up(monkeypatch):
     with pytest.raises(ConnectionError):
         template.is_ready(PATIENCE)
     template.stop()
+
+
+def test_one_that_does_not_answer_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(worker_template, "FORK_LIMIT", 0.05)
+    template = object.__new__(Template)
+    template._control, silent = socket.socketpair()
+    with silent, template._control, pytest.raises(TimeoutError, match="has not answered"):
+        template.fork()
+
+
+def test_a_process_that_does_not_end_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(worker_template, "END_LIMIT", 0.05)
+    monkeypatch.setattr(worker_template.os, "kill", lambda pid, signal: None)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        worker_template._end(process.pid)
+        assert process.poll() is None
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("count", [0, 1])
