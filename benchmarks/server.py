@@ -107,12 +107,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.long is not None and options.long <= options.steps:
         parser.error("--long is to be more than --steps")
+    if options.sizes and len(options.sizes) != 2:
+        parser.error("--sizes wants two sizes, with a comma between")
     options.home = options.home or Path(tempfile.mkdtemp())
     if options.make:
         make(options)
         return
     for text in options.runs:
         model, ways, *flags = text.split(":")
+        if options.encode and not (name_of(model) in MODELS and MODELS[name_of(model)].text.encoder):
+            parser.error(f"--encode is for z_image and qwen_image, not for {model}")
         model = with_depth(model, options.depth)
         make_missing(options, model)
         if options.encode:
