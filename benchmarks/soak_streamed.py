@@ -109,13 +109,8 @@ def main() -> None:
             subprocess.run([*command, "--make", model], check=True)
     nodes = options.home / "custom_nodes" / "bench"
     shutil.copytree(Path(__file__).parent / "server_nodes", nodes, dirs_exist_ok=True)
-    flags = [
-        "--vram-headroom",
-        f"{gpu_memory() - options.leave:.2f}",
-        "--disable-api-nodes",
-        "--preview-method",
-        "none",
-    ]
+    headroom = f"{gpu_memory() - options.leave:.2f}"
+    flags = ["--vram-headroom", headroom, "--disable-api-nodes", "--preview-method", "none"]
     if options.keep_models:
         flags += ["--cache-lru", "64"]
     if (front := options.home / "front").exists():

@@ -60,9 +60,9 @@ class Background:
         self._on_idle()
 
     def _is_for_prompt(self, error: BaseException, every: float = 0.05) -> bool:
-        """Whether an error is a cancellation that was meant for a prompt. It is handed back, and waits for its end.
+        """Whether an error is a cancellation that was meant for a prompt. Returns when that prompt has ended.
 
-        The job then runs again. If handing back fails, the job has failed, and the queue goes on.
+        The job then runs again. If the cancellation cannot be handed back, the job counts as failed.
         """
         try:
             if not self._host.is_cancellation(error):

@@ -18,9 +18,9 @@ from ..common import boot
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", "SYMPY_CACHE_SIZE": "100000"}
 NICENESS = 5
 """Workers lower their priority by this much. The main process makes images, and prepares the next orders."""
-
 END_LIMIT = 5.0
 """Seconds to wait for a process that was killed. One that is stuck in a GPU's driver may not end for long."""
+
 _PACKAGE = __name__.partition(".compiler.")[0]
 """This package's name. In ComfyUI that is the name of its folder."""
 _FOLDER = Path(__file__).resolve().parents[2]
