@@ -7,9 +7,9 @@ Two models (SDXL in fp16, and Flux with 6 + 12 blocks in bf16 or with N + N) tak
 without a LoRA or with one of two strengths. ComfyUI may use --leave GiB of the GPU (its --vram-headroom is the rest),
 which is less than both models need, so they evict each other. ComfyUI loads a model again when the other one ran in
 between, unless --keep-models. The latent of each prompt is compared with that of the same prompt without our nodes,
-which stays in --home. The exit status is 1 if a latent differs, a prompt or a graph's check fails, a page of weights
-stays pinned, memory grows or something compiles that was compiled before. A case should differ by about the same
-figure each time: look into those whose least and most are far apart.
+which stays in --home, as does a latent that differs. The exit status is 1 if one does, a prompt or a graph's check
+fails, a page of weights stays pinned, memory grows or something compiles that was compiled before. A case should differ
+by about the same figure each time: look into those whose least and most are far apart.
 """
 
 from __future__ import annotations
@@ -197,8 +197,12 @@ def note(options: argparse.Namespace, server: ComfyServer, queued: Queued, found
         return
     row = next(output["bench"][0] for output in entry["outputs"].values() if "bench" in output)
     expected = reference(options, queued.case)
-    found.differences.setdefault(expected.stem, []).append(bench.difference(queued.kept, expected))
-    queued.kept.unlink()
+    differs = bench.difference(queued.kept, expected)
+    found.differences.setdefault(expected.stem, []).append(differs)
+    if differs > TOLERANCE:
+        print(f"{queued.kept} differs by {differs:.1e} from {expected.name}", server.end_of_log(), file=sys.stderr)
+    else:
+        queued.kept.unlink()
     found.used.append(row["used"])
     found.pinned = max(found.pinned, row["pinned"])
     if len(found.used) % WINDOW == 0:  # so that a run which is cut off has told something

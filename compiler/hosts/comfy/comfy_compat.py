@@ -63,6 +63,7 @@ MODULE_NAMES = {
     f"{VBAR}.vbar_unpin": "weights that are streamed keep their regions eager",
     f"{VBAR}.vbar_signature_compare": "weights that are streamed keep their regions eager",
     f"{VBAR}.ModelVBAR": "no CUDA graphs while ComfyUI streams weights",
+    f"{MANAGEMENT}.STREAMS": "the CPU waits for the GPU before weights that have changed are brought",
     f"{MANAGEMENT}.stream_counters": "weights that are streamed are not brought ahead of their region",
     PREFETCH_QUEUES: "weights are brought ahead although the network brings them itself",
     "comfy.cli_args.args": "worker processes start with ComfyUI's defaults",
@@ -289,6 +290,22 @@ def wait_for_stream(device: torch.device, stream: Any) -> None:
     current = current_stream(device)
     if stream is not None and current is not None:
         current.wait_stream(stream)
+
+
+def hold_back_offload_streams(device: torch.device) -> None:
+    """Have ComfyUI's streams for weights wait for all that has been launched on a device.
+
+    `get_offload_stream` makes its stream wait for what was launched before the previous cast. That is enough where each
+    layer casts its weights. A replayed CUDA graph casts none, and may still read what the next cast overwrites.
+    """
+    streams, current = find(f"{MANAGEMENT}.STREAMS"), current_stream(device)
+    if current is None:
+        return
+    if streams is None:
+        current.synchronize()
+        return
+    for stream in streams.get(device, ()):
+        stream.wait_stream(current)
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:

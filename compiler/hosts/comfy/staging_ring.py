@@ -6,7 +6,8 @@ needs and about as much for those after it, so that copies do not wait for the C
 only ComfyUI can bring (with LoRAs, or not in pinned memory) still come into such a buffer. They move to the ring at
 once.
 
-The ring has a stream of its own. A copy waits for the graph that reads what it overwrites, and the CPU waits for
+The ring has a stream of its own, and ComfyUI's streams fill it, too. A copy over any of them waits for whatever used
+that memory before: an earlier block's graph, or what had the ring's memory until it was allocated. The CPU waits for
 nothing.
 """
 
@@ -38,6 +39,8 @@ class StagingRing:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: torch.Tensor | None = None
+        self._since: torch.cuda.Event | None = None
+        """The moment from which on nothing that was launched before uses that memory."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._head = 0
         self._lying: list[tuple[int, int, Staging]] = []
@@ -130,16 +133,15 @@ class StagingRing:
         Raises _Busy if weights that somebody waits for lie there.
         """
         size = -(-size // ALIGNMENT) * ALIGNMENT
-        is_new, memory = self._memory is None, self._allocated()
+        memory = self._allocated()
         if memory is None or size > memory.numel():
             return None
         start = self._head if self._head + size <= memory.numel() else 0
         overwritten = {other for first, end, other in self._lying if first < start + size and start < end}
         if any(other.is_wanted for other in overwritten):
             raise _Busy
-        if is_new and stream is not None:
-            stream.wait_stream(comfy_compat.current_stream(self._device))
-        for event in (event for other in overwritten for event in (other.arrived, other.done) if event is not None):
+        ends = [self._since, *(event for other in overwritten for event in (other.arrived, other.done))]
+        for event in (event for event in ends if event is not None):
             stream.wait_event(event)
         self._lying = [each for each in self._lying if each[0] >= start + size or start >= each[1]]
         self._lying.append((start, start + size, staging))
@@ -181,8 +183,8 @@ class StagingRing:
             except torch.cuda.OutOfMemoryError:  # ComfyUI's own cast gets by with less for small layers
                 self._is_open = False
                 return None
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            if self._stream is not None:  # PyTorch hands out what the current stream still works with
+                self._since = _recorded(self._device, times=False)
         return self._memory
 
     def _wanted_size(self) -> int:
@@ -191,7 +193,7 @@ class StagingRing:
     def _free(self) -> None:
         if self._memory is not None and self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._memory, self._head, self._lying = None, 0, []
+        self._memory, self._since, self._head, self._lying = None, None, 0, []
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -173,6 +173,8 @@ class StreamedWeights:
         if is_held:
             self.ahead.drop()
         else:
+            if self._has_dirty():  # regions will fill pages that the call before may still read
+                comfy_compat.hold_back_offload_streams(self.device)
             self.ahead.begin_first()
         try:
             yield
@@ -225,6 +227,7 @@ class StreamedWeights:
                 has_changed = not is_same(signature, self._signature) or self._has_dirty()
                 if has_changed:
                     self._signature = None
+                    comfy_compat.hold_back_offload_streams(self.device)
                     self.fill(self._stale())
                     self._signature = signature
                     self.channels_last.forget()

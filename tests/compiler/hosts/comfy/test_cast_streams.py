@@ -1,9 +1,10 @@
-"""The ring takes weights out of the buffers of ComfyUI's streams in order: the GPU part of `test_cast_buffers`."""
+"""Streams that bring weights wait for whoever reads what they overwrite: the GPU part of `test_cast_buffers`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from compiled_graphs.compiler.hosts.comfy import comfy_compat
 from compiled_graphs.compiler.hosts.comfy.staging_ring import Staging, StagingRing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -38,3 +39,40 @@ def test_no_one_is_early(is_open):
         staging.end()
         stream.wait_stream(torch.cuda.current_stream())  # as `Cast.end` does
     assert [copy.unique().tolist() for copy in seen] == [[value] for value in range(1, 9)]
+
+
+def test_new_memory_is_still_read():
+    """The ring gets memory that a kernel still reads: no stream may fill it before, also not the second one."""
+    device, ring = torch.device("cuda"), StagingRing(torch.device("cuda"))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    buffer = torch.zeros(BYTES, dtype=torch.uint8, device=device)
+    ring.reserve(BYTES)
+    ring.open()
+    read = torch.ones(2 * BYTES, dtype=torch.uint8, device=device)
+    address = read.data_ptr()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    seen = read.clone()
+    del read
+    taken = []
+    for stream in streams:
+        stream.as_context = torch.cuda.stream
+        taken.append(ring.take(Staging([], device), buffer, stream))
+    assert [memory.data_ptr() - address for memory in taken] == [0, BYTES]
+    assert seen.unique().tolist() == [1]
+
+
+def test_offload_streams_are_held_back(monkeypatch):
+    """What is launched over them afterwards waits for what the current stream runs."""
+    device, streams = torch.device("cuda", 0), [torch.cuda.Stream(0) for _ in range(2)]
+    monkeypatch.setattr(comfy_compat, "find", {f"{comfy_compat.MANAGEMENT}.STREAMS": {device: streams}}.get)
+    read = torch.ones(BYTES, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    seen = read.clone()
+    comfy_compat.hold_back_offload_streams(device)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            read.fill_(0)
+    torch.cuda.synchronize()
+    assert seen.unique().tolist() == [1]

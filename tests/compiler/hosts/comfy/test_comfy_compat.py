@@ -22,6 +22,7 @@ BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 
 USED_BY_COMFYUI = {
     "comfy.memory_management.aimdo_enabled",
+    "comfy.model_management.STREAMS",
     "comfy.model_management.stream_counters",
     "comfy.ops.cast_bias_weight",
     "comfy.ops.cast_modules_with_vbar",
@@ -245,3 +246,15 @@ def test_the_node_of_another_copy_is_replaced(load, registry):
 def test_memory_that_comfyui_leaves_free(options, expected, monkeypatch):
     monkeypatch.setattr(comfy_compat, "start_options", lambda: options)
     assert comfy_compat.memory_left_free() == expected * 2**30
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["its streams", "unknown streams"])
+def test_offload_streams_wait_for_what_was_launched(known, monkeypatch):
+    """And where ComfyUI does not say which those are, the CPU waits."""
+    done, device = [], torch.device("cpu")
+    current = SimpleNamespace(synchronize=lambda: done.append("synchronized"))
+    streams = [SimpleNamespace(wait_stream=done.append) for _ in range(2)]
+    monkeypatch.setattr(comfy_compat, "current_stream", lambda device: current)
+    monkeypatch.setattr(comfy_compat, "find", lambda name: {device: streams} if known else None)
+    comfy_compat.hold_back_offload_streams(device)
+    assert done == ([current, current] if known else ["synchronized"])

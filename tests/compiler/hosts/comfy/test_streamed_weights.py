@@ -137,6 +137,23 @@ def test_loras_are_in_the_weights(share, model, plain, sample, registry, vbar):
     assert not torch.allclose(images[0], images[1], rtol=1e-2)
 
 
+def test_weights_that_change_wait_for_their_readers(model, sample, registry, vbar, monkeypatch):
+    """Weights that are filled in anew, in pages that a call before may still read on the GPU."""
+    held_back = []
+    monkeypatch.setattr(comfy_compat, "hold_back_offload_streams", held_back.append)
+    ours = compiled(model, verify=False)
+    sample(ours, "tiny_sd15", steps=2)
+    held_back.clear()
+    sample(ours, "tiny_sd15", steps=2)
+    assert held_back == []
+    sample(adapted(low_rank)(ours, 0.5), "tiny_sd15", steps=2)
+    assert held_back == [torch.device("cpu")]
+    vbar.evict()
+    vbar.limit = 0
+    sample(ours, "tiny_sd15", steps=2)
+    assert len(held_back) == 3
+
+
 def test_a_core_that_streams_in_another_way_runs_eagerly(model, sample, registry, vbar, monkeypatch):
     ours = compiled(model)
     monkeypatch.setattr(comfy_compat, "can_stream", lambda: False)
