@@ -33,6 +33,10 @@ PINNED = ("weights", "weights-loaded")
 """Where ComfyUI keeps the bytes of a layer in pinned memory (`comfy.pinned_memory`)."""
 
 
+Range = tuple[int, int, "Staging"]
+"""Where a part of the ring begins and ends, in bytes, and whose weights lie there."""
+
+
 class StagingRing:
     """The ring of one network. It has memory only while a sampling runs that needs it."""
 
@@ -43,8 +47,8 @@ class StagingRing:
         """The moment from which on nothing that was launched before uses that memory."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._head = 0
-        self._lying: list[tuple[int, int, Staging]] = []
-        """Ranges of the ring, and whose weights lie there."""
+        self._lying: list[Range] = []
+        """The ranges of the ring that hold weights."""
         self._is_open = False
         self._was_needed = False
         """Whether the last sampling needed the ring at its end."""
@@ -87,27 +91,33 @@ class StagingRing:
         memory. If the region is next, those that the ring has no room for are left as well.
         Weights that are to stay are copied to memory of their own, whether their pages have room or not.
         """
-        has_copied = False
+        had = len(staging.origins)
+        try:
+            self._choose_ways(staging, host, kept, is_next)
+        finally:
+            # An event recorded anew would wait for other regions' copies, too.
+            if len(staging.origins) > had and self._stream is not None:
+                staging.arrived = self._stream.record_event()
+        self._largest = max(self._largest, staging.size)
+        return not staging.pending
+
+    def _choose_ways(self, staging: Staging, host: Host, kept: KeptWeights, is_next: bool) -> None:
+        """Begin to copy, or leave to ComfyUI, what is pending, up to a layer that waits for room in the ring."""
         while staging.pending:
             layer = staging.pending[0]
             try:
                 weights = kept.find(layer)
                 if weights is None:
                     weights = self._begin_copy(layer, staging, host, kept)
-                    has_copied |= weights is not None
             except _Busy:
                 if not is_next:
-                    break
+                    return
                 weights = None
             if weights is None:
                 staging.left.append(layer)
             else:
                 staging.weights[id(vars(layer))] = weights
             staging.pending.popleft()
-        if has_copied and self._stream is not None:  # an event recorded anew would wait for other regions' copies, too
-            staging.arrived = self._stream.record_event()
-        self._largest = max(self._largest, staging.size)
-        return not staging.pending
 
     def take(self, staging: Staging, buffer: torch.Tensor, stream: Any) -> torch.Tensor:
         """Move bytes out of a buffer of ComfyUI's, into which a stream brings them; return where they are.
@@ -143,8 +153,7 @@ class StagingRing:
         ends = [self._since, *(event for other in overwritten for event in (other.arrived, other.done))]
         for event in (event for event in ends if event is not None):
             stream.wait_event(event)
-        self._lying = [each for each in self._lying if each[0] >= start + size or start >= each[1]]
-        self._lying.append((start, start + size, staging))
+        self._lying = [*_outside(self._lying, start, start + size), (start, start + size, staging)]
         self._head = start + size
         staging.size += size
         return memory[start : start + size]
@@ -277,6 +286,13 @@ def _recorded(device: torch.device, times: bool) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=times)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _outside(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
+    """Return the parts of ranges before `start` and from `end` on. What is left of a range is still being read."""
+    before = [(first, min(last, start), staging) for first, last, staging in ranges if first < start]
+    after = [(max(first, end), last, staging) for first, last, staging in ranges if last > end]
+    return before + after
 
 
 def has_room(layer: nn.Module) -> bool:

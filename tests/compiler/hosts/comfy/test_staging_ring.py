@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import comfy_compat, staging_ring, streamed_weights
@@ -70,6 +73,52 @@ def bytes_in_ring(layers):
 
 def ring_of(model):
     return streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).ring
+
+
+class Stream:
+    """Notes the events that it waits for."""
+
+    def __init__(self):
+        self.waited = []
+        self.wait_event = self.waited.append
+
+    def as_context(self, stream):
+        return nullcontext()
+
+
+def test_each_part_of_what_is_overwritten_is_waited_for():
+    """Weights that another stream overwrites in two parts, the second after the first is forgotten."""
+    ring, read = opened(1024), Staging([], torch.device("cpu"))
+    ring.take(read, torch.zeros(1536, dtype=torch.uint8), Stream())
+    read.end()
+    read.done = "the graph that reads them"
+    for size in (1024, 512):
+        stream = Stream()
+        ring.take(Staging([], torch.device("cpu")), torch.zeros(size, dtype=torch.uint8), stream)
+        assert stream.waited == [read.done]
+
+
+def test_copies_before_an_error_are_waited_for(layers, monkeypatch):
+    """The next region's weights may go where those of a region are that failed."""
+    ring, end = opened(bytes_in_ring(layers)), object()
+    memory = ring._allocated()
+    monkeypatch.setattr(ring, "_allocated", lambda: memory)
+    monkeypatch.setattr(ring, "_on_stream", nullcontext)
+    ring._stream = SimpleNamespace(record_event=lambda: end, wait_event=lambda event: None)
+    has_room, asked = staging_ring.has_room, []
+
+    def fail_at_third(layer):
+        asked.append(layer)
+        if len(asked) == 3:
+            raise RuntimeError("a fault failed")
+        return has_room(layer)
+
+    monkeypatch.setattr(staging_ring, "has_room", fail_at_third)
+    staging = Staging(layers, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="a fault failed"):
+        ring.stage(staging, HOST, KeptWeights())
+    assert len(staging.origins) == 2
+    assert staging.arrived is end
 
 
 @pytest.mark.parametrize("ahead", [0, 100_000, 2**24], ids=["no room ahead", "a part", "all of it"])
