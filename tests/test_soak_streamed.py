@@ -95,6 +95,7 @@ def test_a_wrong_latent_and_a_failed_prompt_are_faults(soak, tmp_path, capsys):
     assert (status, report["prompts"]) == (1, 9)
     assert report["faults"] == ["a latent differs by 1.0e+00", "prompts failed: {'it broke': 1}"]
     assert max(most for _, most in report["differs, least and most"].values()) == 1.0
+    assert [path.name for path in tmp_path.glob("soak-ours-*")] == ["soak-ours-3.pt"]
 
 
 def test_a_graph_that_failed_a_check_is_a_fault(soak, tmp_path, capsys):

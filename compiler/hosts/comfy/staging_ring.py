@@ -44,7 +44,7 @@ class StagingRing:
         self._device = device
         self._memory: torch.Tensor | None = None
         self._since: torch.cuda.Event | None = None
-        """The moment from which on nothing that was launched before uses that memory."""
+        """When that memory was allocated: what was launched earlier may still use it."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._head = 0
         self._lying: list[Range] = []
@@ -289,7 +289,7 @@ def _recorded(device: torch.device, times: bool) -> torch.cuda.Event:
 
 
 def _outside(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
-    """Return the parts of ranges before `start` and from `end` on. What is left of a range is still being read."""
+    """Return what lies before `start` or from `end` on. A graph may still read the rest of a range that is cut."""
     before = [(first, min(last, start), staging) for first, last, staging in ranges if first < start]
     after = [(max(first, end), last, staging) for first, last, staging in ranges if last > end]
     return before + after

@@ -173,7 +173,7 @@ class StreamedWeights:
         if is_held:
             self.ahead.drop()
         else:
-            if self._has_dirty():  # regions will fill pages that the call before may still read
+            if self._has_dirty():  # a region may fill pages that the previous call still reads
                 comfy_compat.hold_back_offload_streams(self.device)
             self.ahead.begin_first()
         try:

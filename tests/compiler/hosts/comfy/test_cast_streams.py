@@ -42,7 +42,7 @@ def test_no_one_is_early(is_open):
 
 
 def test_new_memory_is_still_read():
-    """The ring gets memory that a kernel still reads: no stream may fill it before, also not the second one."""
+    """The ring gets memory that a kernel still reads: no stream may fill it earlier, not even a second one."""
     device, ring = torch.device("cuda"), StagingRing(torch.device("cuda"))
     streams = [torch.cuda.Stream() for _ in range(2)]
     buffer = torch.zeros(BYTES, dtype=torch.uint8, device=device)

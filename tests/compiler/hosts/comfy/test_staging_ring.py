@@ -87,7 +87,7 @@ class Stream:
 
 
 def test_each_part_of_what_is_overwritten_is_waited_for():
-    """Weights that another stream overwrites in two parts, the second after the first is forgotten."""
+    """Weights that two streams overwrite, each a part of them."""
     ring, read = opened(1024), Staging([], torch.device("cpu"))
     ring.take(read, torch.zeros(1536, dtype=torch.uint8), Stream())
     read.end()
@@ -99,7 +99,7 @@ def test_each_part_of_what_is_overwritten_is_waited_for():
 
 
 def test_copies_before_an_error_are_waited_for(layers, monkeypatch):
-    """The next region's weights may go where those of a region are that failed."""
+    """A later copy may overwrite what a region had begun to bring when it failed."""
     ring, end = opened(bytes_in_ring(layers)), object()
     memory = ring._allocated()
     monkeypatch.setattr(ring, "_allocated", lambda: memory)
