@@ -93,10 +93,21 @@ def test_a_wrong_latent_and_a_failed_prompt_are_faults(soak, tmp_path, capsys):
     run(soak, tmp_path, capsys, Server())
     status, report = run(soak, tmp_path, capsys, Server(wrong=5, failing=7, error=soak.PromptFailed))
     assert (status, report["prompts"]) == (1, 9)
-    assert report["faults"] == ["a latent differs by 1.0e+00", "prompts failed: {'it broke': 1}"]
+    uneven = [case for case, (_, most) in report["differs, least and most"].items() if most > 0]
+    assert report["faults"] == [
+        "a latent differs by 1.0e+00",
+        f"some latents differ by more than others: {uneven}",
+        "prompts failed: {'it broke': 1}",
+    ]
     assert max(most for _, most in report["differs, least and most"].values()) == 1.0
     assert [path.name for path in tmp_path.glob("soak-ours-*")] == ["soak-ours-3.pt"]
 
 
 def test_a_graph_that_failed_a_check_is_a_fault(soak, tmp_path, capsys):
     assert run(soak, tmp_path, capsys, Server(retired=1))[1]["faults"] == ["1 graphs failed a check"]
+
+
+def test_a_latent_that_differs_more_than_others_of_its_case_is_a_fault(soak):
+    found = soak.Found({"even": [0.004, 0.005], "uneven": [0.0056, 0.0056, 0.0103], "as good as equal": [0.0, 0.001]})
+    assert found.uneven() == ["uneven"]
+    assert found.faults(0, 0) == ["some latents differ by more than others: ['uneven']"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -212,6 +212,7 @@ class StreamedWeights:
         """Unpin the weights of layers that have failed while theirs arrived. They would keep those for ever."""
         if left := [layer for layer in self.layers() if "_prefetch" in vars(layer)]:
             _clean_up(left)
+            _declare_outdated(left)
 
     def _hold(self, size: int) -> bool:
         if self._crowded is not None and size >= self._crowded:
@@ -534,6 +535,15 @@ def _clean_up(layers: Sequence[nn.Module]) -> None:
     comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, layers)
 
 
+def _declare_outdated(layers: Iterable[nn.Module]) -> None:
+    """Have the weights of layers brought again, whatever is in their pages.
+
+    ComfyUI notes that a layer's weights have arrived before it adds LoRAs to them, which can fail for lack of memory.
+    """
+    for layer in layers:
+        vars(layer)[SIGNATURE] = None
+
+
 @contextmanager
 def cast(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Any]:
     """Bring the weights of layers; yield the stream over which they come."""
@@ -758,7 +768,11 @@ def resolve(layer: nn.Module, host: Host, device: torch.device, returns: bool = 
     attributes, tensors = vars(layer), layer._parameters
     dtypes = [None if tensors.get(name) is None else host.weight_dtype(layer, name, tensors[name]) for name in ARRIVED]
     function = comfy_compat.find("comfy.ops.resolve_cast_module_with_vbar")
-    made = function(layer, dtypes[0], device, dtypes[1], None, True, return_weights=returns)
+    try:
+        made = function(layer, dtypes[0], device, dtypes[1], None, True, return_weights=returns)
+    except BaseException:
+        _declare_outdated([layer])
+        raise
     if not returns:
         return None, None
     is_in_page = attributes["_prefetch"]["signature"] is not None

@@ -62,6 +62,30 @@ def test_new_memory_is_still_read():
     assert seen.unique().tolist() == [1]
 
 
+def test_what_is_left_of_overwritten_weights_is_still_read():
+    """One stream overwrites the first half of what a graph reads. Another, which fills the rest, waits for it, too."""
+    device, ring = torch.device("cuda"), StagingRing(torch.device("cuda"))
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.as_context = torch.cuda.stream
+    ring.reserve(BYTES)
+    ring.open()
+    both = Staging([], device)
+    ones, zeros = (
+        torch.ones(2 * BYTES, dtype=torch.uint8, device=device),
+        torch.zeros(BYTES, dtype=torch.uint8, device=device),
+    )
+    torch.cuda.synchronize()
+    read = ring.take(both, ones, streams[0])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    seen = read.clone()
+    both.end()
+    taken = [ring.take(Staging([], device), zeros, stream) for stream in streams]
+    assert [memory.data_ptr() - read.data_ptr() for memory in taken] == [0, BYTES]
+    assert seen.unique().tolist() == [1]
+
+
 def test_offload_streams_are_held_back(monkeypatch):
     """What is launched over them afterwards waits for what the current stream runs."""
     device, streams = torch.device("cuda", 0), [torch.cuda.Stream(0) for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 
@@ -213,6 +214,24 @@ def test_too_little_memory_beside_the_weights_gives_them_up(model, plain, sample
     assert vbar.pinned == 0
 
 
+@pytest.mark.parametrize("failing", [1, 7])
+def test_a_lora_that_finds_no_memory_is_added_later(failing, model, plain, sample, registry, vbar, monkeypatch):
+    """ComfyUI has noted by then that the weights have arrived."""
+    from comfy.model_patcher import LowVramPatch
+
+    ours, theirs = (adapted(low_rank)(patcher, 1.0) for patcher in (compiled(model, verify=False), plain))
+    add, calls = LowVramPatch.__call__, itertools.count(1)
+
+    def fail_once(patch, weight):
+        if next(calls) == failing:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return add(patch, weight)
+
+    monkeypatch.setattr(LowVramPatch, "__call__", fail_once)
+    assert_image(sample, ours, theirs, vbar, steps=3)
+    assert next(calls) > failing
+
+
 @pytest.mark.parametrize("is_made_again", [True, False])
 def test_a_layer_that_fails_while_its_weights_arrive_lets_them_go(
     is_made_again, model, plain, sample, registry, vbar, monkeypatch
@@ -236,6 +255,7 @@ def test_a_layer_that_fails_while_its_weights_arrive_lets_them_go(
         with pytest.raises(RuntimeError, match="something else"):
             sample(ours, "tiny_sd15")
     assert (vbar.pinned, "_prefetch" in vars(layer)) == (0, False)
+    assert layer._v_signature is None, "its LoRA may be missing"
 
 
 def test_a_buffer_that_finds_no_memory_is_too_little_memory(model, vbar, monkeypatch):
