@@ -280,9 +280,14 @@ def can_stream() -> bool:
     return all(find(name) is not None for name in needs)
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether work is launched over streams: on an NVIDIA or AMD GPU."""
+    return device.type == "cuda"
+
+
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream of an NVIDIA or AMD GPU on which this thread launches; None for any other device."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    """Return the stream on which this thread launches; None for a device without any."""
+    return torch.cuda.current_stream(device) if has_streams(device) else None
 
 
 def wait_for_stream(device: torch.device, stream: Any) -> None:

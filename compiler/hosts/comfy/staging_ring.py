@@ -45,7 +45,7 @@ class StagingRing:
         self._memory: torch.Tensor | None = None
         self._since: torch.cuda.Event | None = None
         """When that memory was allocated: what was launched earlier may still use it."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if comfy_compat.has_streams(device) else None
         self._head = 0
         self._lying: list[Range] = []
         """The ranges of the ring that hold weights."""
@@ -257,13 +257,13 @@ class Staging:
 
     def begin_timing(self) -> None:
         """Have `timing` say how long the GPU runs what is launched from now until `end`."""
-        if self._device.type == "cuda":
+        if comfy_compat.has_streams(self._device):
             self._began = _recorded(self._device, times=True)
 
     def end(self) -> None:
         """Let others have the memory."""
         self.is_wanted = False
-        is_lying = self.size > 0 and self._device.type == "cuda"
+        is_lying = self.size > 0 and comfy_compat.has_streams(self._device)
         if is_lying or self.arrived is not None or self._began is not None:
             self.done = _recorded(self._device, times=self._began is not None)
         if self._began is not None:
