@@ -7,8 +7,8 @@ Two models (SDXL in fp16, and Flux with 6 + 12 blocks in bf16 or with N + N) tak
 without a LoRA or with one of two strengths. ComfyUI may use --leave GiB of the GPU (its --vram-headroom is the rest),
 which is less than both models need, so they evict each other. ComfyUI loads a model again when the other one ran in
 between, unless --keep-models. The latent of each prompt is compared with that of the same prompt without our nodes,
-which stays in --home, as does a latent that differs. The exit status is 1 if one does, or differs by more than the same
-case did before, if a prompt or a graph's check fails, a page of weights stays pinned, memory grows or something
+which stays in --home, as does a latent that differs. The exit status is 1 if a latent differs, or differs by much more
+than others of its case, if a prompt or a graph's check fails, a page of weights stays pinned, memory grows or something
 compiles that was compiled before.
 """
 
@@ -34,9 +34,9 @@ from comfy_server import ComfyServer, PromptFailed
 
 MODELS, LORAS, SIZES = ("sdxl", "flux6"), (None, 0.5, 1.0), ((1024, 1024), (832, 1216), (768, 768))
 TOLERANCE = 2e-2
-"""Of latents, relative. A wrong LoRA is 0.2 away and more, rounding 0.003."""
+"""Of latents, relative. Another strength of the LoRA is 0.09 away for SDXL, and only 0.017 for Flux with 3 + 3 blocks."""
 SPREAD, LEAST = 1.5, 1e-3
-"""A latent may differ by so much more than the least of its case. A block that a check runs eagerly adds less."""
+"""A latent may differ by SPREAD times the least difference of its case, or of LEAST if that is more."""
 GROWTH = 1.05
 WINDOW = 50
 """Prompts that one figure for memory is the median of."""
