@@ -34,7 +34,7 @@ from comfy_server import ComfyServer, PromptFailed
 
 MODELS, LORAS, SIZES = ("sdxl", "flux6"), (None, 0.5, 1.0), ((1024, 1024), (832, 1216), (768, 768))
 TOLERANCE = 2e-2
-"""Of latents, relative. Another strength of the LoRA is 0.09 away for SDXL, and only 0.017 for Flux with 3 + 3 blocks."""
+"""Of latents, relative. Another strength of the LoRA is 0.09 away for SDXL, only 0.017 for Flux with 3 + 3 blocks."""
 SPREAD, LEAST = 1.5, 1e-3
 """A latent may differ by SPREAD times the least difference of its case, or of LEAST if that is more."""
 GROWTH = 1.05
