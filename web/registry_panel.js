@@ -90,6 +90,7 @@ class RegistryPanel {
     this.help = null;
     this.report = null;
     this.doctor = null;
+    this.latest = {}; // the newest request of each kind: an older one may be answered after it
     this.onEvent = this.onEvent.bind(this);
     this.events = [REGISTRY_EVENT, "status", "reconnected"]; // "status": a prompt has begun or ended
   }
@@ -143,13 +144,22 @@ class RegistryPanel {
   }
 
   async examine() {
+    const isLatest = this.begin("doctor");
+    let facts = null;
     try {
       const answer = await api.fetchApi(`${ROUTES}/doctor?language=${encodeURIComponent(language())}`);
-      this.doctor = answer.ok ? await answer.json() : null;
+      if (answer.ok) facts = await answer.json();
     } catch {
-      this.doctor = null;
+      // The panel does without this section.
     }
+    if (!isLatest()) return;
+    this.doctor = facts;
     this.draw();
+  }
+
+  begin(kind) {
+    const request = (this.latest[kind] = Symbol(kind));
+    return () => this.latest[kind] === request;
   }
 
   say(text, ok) {
@@ -181,7 +191,10 @@ class RegistryPanel {
   }
 
   async showHelp(node) {
-    this.help = { node, text: await helpText(node) };
+    const isLatest = this.begin("help");
+    const text = await helpText(node);
+    if (!isLatest()) return;
+    this.help = { node, text };
     this.draw();
   }
 

@@ -122,6 +122,26 @@ def see_details(panel):
     see(panel, "Network call")
 
 
+def see_machine(panel):
+    """Open the section that says what this machine has."""
+    see(panel, "This machine")
+    if not panel.locator("details.cg-machine[open]").count():
+        panel.get_by_text("This machine").click()
+
+
+def reopen(page):
+    """Close and open the panel, which then asks the server again."""
+    page.click(".compiled-graphs-tab-button")
+    page.click(".compiled-graphs-tab-button")
+
+
+def wait_for_requests(page, requests, count):
+    deadline = time.monotonic() + LIMIT / 1000
+    while len(requests) < count:
+        assert time.monotonic() < deadline, f"{len(requests)} of {count} requests have come"
+        page.wait_for_timeout(50)
+
+
 def fact(panel, name):
     return panel.locator(f"dt:text-is('{name}') + dd").inner_text()
 
@@ -279,6 +299,7 @@ def test_everything_is_there_in_chinese(page, panel, load, run):
         page.evaluate(set_locale, "en")
 
 
+FACT = {"name": "a fact", "text": "", "ok": True, "remedy": "", "present": True}
 MARKUP = "<img src=x onerror='window.broken = true'>"
 HOSTILE_ROLE = {
     **{"regions": 2, "compiled": 1, "variants": 1, "eager": 1, "speed_up": 1.5, "calls": 3, "seconds": 1.0},
@@ -303,10 +324,9 @@ def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
     ]
     page.route("**/compiled_graphs/registry?*", lambda route: route.fulfill(json=HOSTILE))
     page.route("**/compiled_graphs/doctor?*", lambda route: route.fulfill(json=facts))
-    page.click(".compiled-graphs-tab-button")
-    page.click(".compiled-graphs-tab-button")
+    reopen(page)
     see(panel, "1 thing to look at")
-    panel.get_by_text("This machine").click()
+    see_machine(panel)
     see(panel, "pip install triton")
     icons = panel.locator(".cg-fact i").evaluate_all("found => found.map((icon) => icon.className)")
     assert icons == ["pi pi-check cg-good", "pi pi-minus cg-muted", "pi pi-times cg-bad"]
@@ -316,10 +336,25 @@ def test_markup_is_shown_as_text_and_facts_are_listed(page, panel):
     assert page.evaluate("window.broken") is None
 
 
+def test_a_late_answer_does_not_replace_a_newer_one(page, panel):
+    requests = []
+    page.route("**/compiled_graphs/doctor?*", lambda route: requests.append(route))
+    for _ in ("older", "newer"):
+        reopen(page)
+    wait_for_requests(page, requests, 2)
+    older, newer = requests
+    newer.fulfill(json=[{**FACT, "name": "newer"}])
+    see_machine(panel)
+    see(panel.locator(".cg-fact"), "newer")
+    with page.expect_response("**/compiled_graphs/doctor?*"):
+        older.fulfill(json=[{**FACT, "name": "older"}])
+    page.wait_for_timeout(300)
+    see(panel.locator(".cg-fact"), "newer")
+
+
 def test_without_a_doctor_there_is_no_such_section(page, panel):
     page.route("**/compiled_graphs/doctor?*", lambda route: route.fulfill(status=404))
-    page.click(".compiled-graphs-tab-button")
-    page.click(".compiled-graphs-tab-button")
+    reopen(page)
     see(panel, "What the figures mean")
     page.wait_for_timeout(300)
     assert "This machine" not in panel.inner_text()
