@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from ...common.weight_source import RESIDENT
 from ...identity.low_rank import is_factor
 from ...identity.memory_format import has_layouts, stride_in
 from . import comfy_compat
+from .hidden_errors import memory_errors_raised
 from .kept_weights import KeptWeights
 from .staging_ring import Staging, StagingRing, Timing
 from .vbar_places import (
@@ -768,8 +769,10 @@ def resolve(layer: nn.Module, host: Host, device: torch.device, returns: bool = 
     attributes, tensors = vars(layer), layer._parameters
     dtypes = [None if tensors.get(name) is None else host.weight_dtype(layer, name, tensors[name]) for name in ARRIVED]
     function = comfy_compat.find("comfy.ops.resolve_cast_module_with_vbar")
+    has_loras = any(attributes.get(name) for name in LORA_FUNCTIONS)
     try:
-        made = function(layer, dtypes[0], device, dtypes[1], None, True, return_weights=returns)
+        with memory_errors_raised() if has_loras else nullcontext():
+            made = function(layer, dtypes[0], device, dtypes[1], None, True, return_weights=returns)
     except BaseException:
         _declare_outdated([layer])
         raise
@@ -799,7 +802,8 @@ def _cast_one(
         if functions[name] and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2):
             raise Unsupported(ReasonCode.WEIGHT_FUNCTION, f"{name}_function")
     like = torch.empty(0, dtype=own["weight"].dtype, device=device)
-    weight, bias = function(layer, like)[:2]
+    with memory_errors_raised() if any(functions.values()) else nullcontext():
+        weight, bias = function(layer, like)[:2]
     made = {"weight": weight, "bias": bias}
     return {name: made[name].to(tensor.dtype) for name, tensor in own.items()}
 

@@ -232,6 +232,32 @@ def test_a_lora_that_finds_no_memory_is_added_later(failing, model, plain, sampl
     assert next(calls) > failing
 
 
+@pytest.mark.parametrize("failing", [1, 7])
+def test_a_lora_that_the_adapter_leaves_out_for_lack_of_memory_is_added(
+    failing, model, plain, sample, registry, vbar, monkeypatch
+):
+    """ComfyUI's adapters catch the error, log it, and return the weight without the LoRA."""
+    from comfy.weight_adapter import lora
+
+    ours, theirs = (adapted(low_rank)(patcher, 1.0) for patcher in (compiled(model, verify=False), plain))
+    sample(theirs, "tiny_sd15")  # its patches are added here, once
+    calls = itertools.count(1)
+
+    class Torch:
+        """What the adapter multiplies with."""
+
+        def __getattr__(self, name):
+            if name == "mm" and next(calls) == failing:
+                raise torch.cuda.OutOfMemoryError("no room")
+            return getattr(torch, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora, "torch", Torch())
+        assert_image(sample, ours, theirs, vbar, steps=3)
+    assert next(calls) > failing
+    assert_image(sample, ours, theirs, vbar, steps=3)
+
+
 @pytest.mark.parametrize("is_made_again", [True, False])
 def test_a_layer_that_fails_while_its_weights_arrive_lets_them_go(
     is_made_again, model, plain, sample, registry, vbar, monkeypatch
