@@ -34,6 +34,7 @@ from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine  # no
 from comfy.taesd.taesd import TAESD  # noqa: E402
 from compiled_graphs.compiler.hosts.comfy import process  # noqa: E402
 from compiled_graphs.compiler.registry.registry import Registry  # noqa: E402
+from late_gpu import late_gpu  # noqa: E402, F401  a fixture
 from tiny_models import write_missing  # noqa: E402
 from vbar import stream, streams, vbar  # noqa: E402, F401  fixtures
 
