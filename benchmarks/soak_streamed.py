@@ -156,6 +156,7 @@ def soak(options: argparse.Namespace, server: ComfyServer) -> int:
         ],
         "pinned": found.pinned,
         **{name: counted.get(name) for name in ("compiles", "recordings", "replays", "calls", "reasons")},
+        "errors that ComfyUI logged": dict(Counter(line[:200] for line in server.lines_with("ERROR ")).most_common(5)),
         "faults": faults,
     }
     print(json.dumps(report), flush=True)

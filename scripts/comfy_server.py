@@ -182,6 +182,10 @@ class ComfyServer:
         """Return what the server said last."""
         return f"the end of {self.log}:\n{self._logged()[-2000:]}"
 
+    def lines_with(self, text: str) -> list[str]:
+        """Return the lines of its log that contain a text."""
+        return [line for line in self._logged().splitlines() if text in line]
+
     def _logged(self) -> str:
         return self.log.read_text("utf-8", "replace")
 

@@ -37,6 +37,9 @@ class Server:
     def end_of_log(self):
         return "its last words"
 
+    def lines_with(self, text):
+        return [f"{text}lora some.weight no room"] * 2
+
     def queue(self, prompt):
         self.prompts.append(prompt)
         return len(self.prompts) - 1
@@ -68,6 +71,7 @@ def test_each_prompt_is_compared_with_its_own_reference(soak, tmp_path, capsys):
     status, report = run(soak, tmp_path, capsys, server)
     references = len(soak.MODELS) * len(soak.LORAS) * len(soak.SIZES)
     assert (status, report["faults"], report["prompts"]) == (0, [], 10)
+    assert report["errors that ComfyUI logged"] == {"ERROR lora some.weight no room": 2}
     assert len(server.prompts) == references + len(soak.MODELS) + 10
     assert len({json.dumps(prompt) for prompt in server.prompts}) == len(server.prompts)  # nothing is handed back
     ways = ["CG_CompileModel" in json.dumps(prompt) for prompt in server.prompts]

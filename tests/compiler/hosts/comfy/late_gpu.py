@@ -1,8 +1,8 @@
 """A GPU that is late, without a GPU: what is launched over streams runs later, in any order that they and events allow.
 
 Code that forgets to wait for another stream is right most of the time on a real GPU. Here each seed stands for one
-order, and a few of them suffice to make it wrong. Memory is not handed out again while something launched may use it, so
-a missing `record_stream` stays unseen.
+order, and a few of them suffice to make it wrong. Memory is not handed out again while something launched may use it,
+so a missing `record_stream` stays unseen.
 """
 
 from __future__ import annotations
