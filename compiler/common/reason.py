@@ -56,6 +56,7 @@ class ReasonCode(Enum):
     WEIGHT_LAYOUT = "quantised weights in the layout {}"
     WEIGHT_OPERATION = "{} of a quantised weight"
     WEIGHT_DEVICE = "weights on {}"
+    WEIGHT_MEMORY = "too little memory for a block's weights"
     WEIGHT_FORM = "weights of another shape or dtype than the model was compiled with ({})"
 
     # The block and its code

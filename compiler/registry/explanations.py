@@ -160,6 +160,11 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
         "这些块的代码除了相乘之外，还对量化权重做了其他运算。",
     ),
     ReasonCode.WEIGHT_DEVICE: _MEMORY,
+    ReasonCode.WEIGHT_MEMORY: Explanation(
+        "GPU memory is so short that the weights of a whole block found no room. Its layers got theirs one by one, "
+        "uncompiled. A smaller image or a smaller batch leaves more.",
+        "显存过于紧张，放不下整个块的权重。该块的各层逐个获取权重，不编译运行。较小的图像或批次会留出更多显存。",
+    ),
     ReasonCode.WEIGHT_FORM: Explanation(
         "Something has changed the weights of these blocks since the model was compiled. Queue the workflow again "
         "from its loader.",

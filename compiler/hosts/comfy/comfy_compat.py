@@ -313,6 +313,16 @@ def hold_back_offload_streams(device: torch.device) -> None:
         stream.wait_stream(current)
 
 
+def join_offload_streams(device: torch.device) -> None:
+    """Have ComfyUI's streams for weights, and what is launched on a device from now on, wait for each other.
+
+    After an error: copies that were begun may still be under way, over a stream that nobody has waited for.
+    """
+    for stream in (find(f"{MANAGEMENT}.STREAMS") or {}).get(device, ()):
+        wait_for_stream(device, stream)
+    hold_back_offload_streams(device)
+
+
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Launch what follows over one of ComfyUI's streams, or where it is launched anyway if that is None."""
     return nullcontext() if stream is None else getattr(stream, "as_context", torch.cuda.stream)(stream)

@@ -109,6 +109,8 @@ class StreamedWeights:
         self._calls = 0
         """Of this sampling so far."""
         self._running = 0
+        self._size = 0
+        """Of the running call."""
         self._lock = threading.RLock()
         self.ring = StagingRing(device)
         self.kept = KeptWeights()
@@ -171,6 +173,7 @@ class StreamedWeights:
         is_held = self._span is not None and self.can_stream and self._hold(size)
         self._has_room = None
         self._calls += 1
+        self._size = size
         if is_held:
             self.ahead.drop()
         else:
@@ -202,16 +205,31 @@ class StreamedWeights:
     def give_way(self, size: int) -> bool:
         """After a call has run out of memory, do not hold as many weights for calls of this size again."""
         self._let_go()
-        if self.kept.give_way():
-            return True
-        if self._span is None or (self._crowded is not None and size >= self._crowded):
+        if not self._can_give_way(size):
             return False
-        self._crowded = size
+        if not self.kept.give_way():
+            self._crowded = size
+        return True
+
+    def _can_give_way(self, size: int) -> bool:
+        is_new = self._crowded is None or size < self._crowded
+        return not self.kept.is_empty or (self._span is not None and is_new)
+
+    def gives_up(self) -> bool:
+        """After a region has run out of memory: whether the running call cannot be made again with more of it.
+
+        If so, let go of what was begun for later regions, and of the ring.
+        """
+        if self._can_give_way(self._size):
+            return False
+        self.ahead.let_go()
+        self.ring.close()
         return True
 
     def _let_go(self) -> None:
         """Unpin the weights of layers that have failed while theirs arrived. They would keep those for ever."""
         if left := [layer for layer in self.layers() if "_prefetch" in vars(layer)]:
+            comfy_compat.join_offload_streams(self.device)
             _clean_up(left)
             _declare_outdated(left)
 
@@ -341,7 +359,13 @@ class StreamedSource:
             return self._moved(tensors)
         if self._weights.is_held and not any(a.get(name) for a in self._attributes for name in FUNCTIONS):
             return [t if read is None else read[0][read[1]] for t, read in zip(tensors, self._reads, strict=True)]
-        return self._streamed(tensors)
+        try:
+            return self._streamed(tensors)
+        except torch.cuda.OutOfMemoryError:
+            self.end_bringing()
+            if not self._weights.gives_up():
+                raise
+        raise Unsupported(ReasonCode.WEIGHT_MEMORY)
 
     def layers(self) -> list[nn.Module]:
         """Return the region's layers that have a place in the VBAR."""
@@ -446,7 +470,7 @@ class Cast:
         self._refused: Reason | None = None
         self._is_done = self._has_waited = False
         self.stream = None
-        with self._ended_if_it_fails():
+        with self.ended_if_it_fails():
             if self._own:
                 self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
 
@@ -459,7 +483,7 @@ class Cast:
         self._host = host
         brought = {id(layer): vars(layer)["_prefetch"] for layer in (*self._own, *self._theirs)}
         self.has_room = all(prefetch["signature"] is not None for prefetch in brought.values())
-        with self._ended_if_it_fails():
+        with self.ended_if_it_fails():
             for layer in self._own:
                 prefetch = brought[id(layer)]
                 buffer = prefetch.get("xfer_dest") if prefetch["signature"] is None else None
@@ -516,10 +540,12 @@ class Cast:
             comfy_compat.wait_for_stream(self._device, self.stream)
 
     @contextmanager
-    def _ended_if_it_fails(self) -> Iterator[None]:
+    def ended_if_it_fails(self) -> Iterator[None]:
+        """Unpin the pages after an error. Raises torch.cuda.OutOfMemoryError where ComfyUI's buffer cannot grow."""
         try:
             yield
         except BaseException as error:
+            comfy_compat.join_offload_streams(self._device)  # the same pages may be filled again over another stream
             self.end()
             if isinstance(error, RuntimeError) and str(error).startswith(NO_BUFFER):
                 raise torch.cuda.OutOfMemoryError(str(error)) from error
@@ -549,10 +575,9 @@ def _declare_outdated(layers: Iterable[nn.Module]) -> None:
 def cast(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Any]:
     """Bring the weights of layers; yield the stream over which they come."""
     made = Cast(layers, device)
-    try:
+    with made.ended_if_it_fails():
         yield made.stream
-    finally:
-        made.end()
+    made.end()
 
 
 class Ahead:
@@ -623,6 +648,10 @@ class Ahead:
     def drop(self) -> None:
         """The call of the network is over."""
         self._last = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of what was begun."""
         while self._begun:
             self._begun.popleft().end_bringing()
 

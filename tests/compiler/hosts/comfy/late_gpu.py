@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -111,6 +111,10 @@ class LateGpu(TorchDispatchMode):
         self._chosen = random.Random(seed)
         self._pace: dict[int, float] = {}
         self.current = LateStream(self)
+        self.failing: set[int] = set()
+        """Which of the next allocations fail, among those within `short_of_memory`."""
+        self._allocations = 0
+        self._is_short = False
 
     @contextmanager
     def launching(self, stream: LateStream) -> Iterator[None]:
@@ -119,6 +123,30 @@ class LateGpu(TorchDispatchMode):
             yield
         finally:
             self.current = outer
+
+    def short_of_memory(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and in which operators find no memory."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, self._is_short = self._is_short, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_short = outer
+
+        return call
+
+    def fail(self, allocations: Iterable[int]) -> None:
+        """Have some of the next allocations fail, by their number from now."""
+        self._allocations, self.failing = 0, set(allocations)
+
+    def _allocate(self, function: Any) -> None:
+        if not self._is_short or any(result.alias_info is not None for result in function._schema.returns):
+            return
+        self._allocations += 1
+        if self._allocations in self.failing:
+            self.failing.discard(self._allocations)
+            raise torch.cuda.OutOfMemoryError("no room")
 
     def current_stream(self, _: torch.device | None = None) -> LateStream:
         return self.current
@@ -145,6 +173,7 @@ class LateGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        self._allocate(function)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         name = function.name().partition("::")[2].partition(".")[0]
         if not given or name == "set_" or "empty" in name:

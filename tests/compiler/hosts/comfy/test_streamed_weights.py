@@ -258,6 +258,27 @@ def test_a_lora_that_the_adapter_leaves_out_for_lack_of_memory_is_added(
     assert_image(sample, ours, theirs, vbar, steps=3)
 
 
+def test_a_block_whose_weights_find_no_memory_at_all_runs_layer_by_layer(
+    model, plain, sample, registry, vbar, monkeypatch
+):
+    ours, real = compiled(model, verify=False), streamed_weights.resolve
+    sample(ours, "tiny_sd15")
+    vbar.evict()
+    vbar.limit = 0
+    missing = layers_of(ours)[3]
+
+    def resolve(layer, *args, **options):
+        if layer is missing:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return real(layer, *args, **options)
+
+    monkeypatch.setattr(streamed_weights, "resolve", resolve)
+    expected, eager = sample(plain, "tiny_sd15", steps=3), totals.eager_calls.copy()
+    assert torch.allclose(sample(ours, "tiny_sd15", steps=3), expected, rtol=BOUND, atol=BOUND)
+    assert totals.eager_calls - eager == {Reason(ReasonCode.WEIGHT_MEMORY): 3}
+    assert vbar.pinned == 0
+
+
 @pytest.mark.parametrize("is_made_again", [True, False])
 def test_a_layer_that_fails_while_its_weights_arrive_lets_them_go(
     is_made_again, model, plain, sample, registry, vbar, monkeypatch
