@@ -1,7 +1,7 @@
 """Errors that ComfyUI logs and goes on from: a LoRA for which there is no memory is left out of its weight.
 
 `LoRAAdapter.calculate_weight` and its like catch whatever their arithmetic raises, log it, and return the weight as it
-was. The image then lacks a part of the LoRA, and nobody is told but the log.
+was. The image then lacks a part of the LoRA, and only the log says so.
 """
 
 from __future__ import annotations

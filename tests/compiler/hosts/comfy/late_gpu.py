@@ -32,20 +32,16 @@ class LateEvent:
 
     def __init__(self, gpu: LateGpu, enable_timing: bool = False) -> None:
         self._gpu = gpu
-        self._mark: Mark | None = None
+        self.mark: Mark | None = None
 
     def record(self, stream: LateStream | None = None) -> None:
-        self._mark = (stream or self._gpu.current).mark()
+        self.mark = (stream or self._gpu.current).mark()
 
     def query(self) -> bool:
-        return self._mark is None or self._mark.is_passed
+        return self.mark is None or self.mark.is_passed
 
     def elapsed_time(self, _: LateEvent) -> float:
         return 1.0
-
-    @property
-    def mark(self) -> Mark | None:
-        return self._mark
 
 
 class Mark:
