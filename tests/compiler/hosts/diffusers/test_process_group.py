@@ -14,7 +14,7 @@ from compiled_graphs.diffusers import as_operator
 
 ROOT = Path(__file__).resolve().parents[4]
 PROCESS = """
-import copy, json, sys
+import copy, json, os, sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -65,8 +65,9 @@ with torch.no_grad():
         far = max(far, (compiled(part) - reference(part)).abs().max().item())
 found = {"compiles": totals.compiles, "calls": totals.calls, "checks": totals.verifications, "differs": far,
          "reasons": [str(reason) for reason in totals.eager_calls]}
-print(json.dumps(found))
-dist.destroy_process_group()
+print(json.dumps(found), flush=True)
+dist.barrier()
+os._exit(0)  # something keeps gloo's threads; Python's own exit sometimes aborted while they let go of tensors
 """
 
 
