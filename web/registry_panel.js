@@ -237,6 +237,7 @@ class RegistryPanel {
 
   helpPage() {
     const close = this.button("back", say("Back"), "arrow-left", say("Back to the models"), () => {
+      this.begin("help"); // a text that still loads must not open this page again
       this.help = null;
       this.draw();
     });

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from ..common.reason import ReasonCode, Unsupported
-from .fingerprint import LIBRARIES
+from .libraries import LIBRARIES
 from .source import functions_in, read_source
 
 _GENERATED = frozenset(

@@ -20,7 +20,8 @@ from typing import Any
 from torch import nn
 
 from ..common.host import Host
-from ..identity.fingerprint import LIBRARIES, Describer
+from ..identity.fingerprint import Describer
+from ..identity.libraries import LIBRARIES
 
 _OURS = __name__.partition(".compiler.")[0]
 _PURE = LIBRARIES | {"sympy", "mpmath", _OURS.partition(".")[0]}

@@ -352,6 +352,21 @@ def test_a_late_answer_does_not_replace_a_newer_one(page, panel):
     see(panel.locator(".cg-fact"), "newer")
 
 
+def test_a_help_page_that_still_loads_does_not_open_after_going_back(page, panel):
+    open_help, requests = panel.get_by_role("button", name="Open the help of Compile Model"), []
+    open_help.click()
+    back = panel.get_by_role("button", name="Back to the models")
+    back.wait_for()
+    page.route("**/docs/*.md", lambda route: requests.append(route))
+    open_help.click()
+    wait_for_requests(page, requests, 1)
+    back.click()
+    with page.expect_response("**/docs/*.md"):
+        requests[0].fulfill(body="# Late")
+    page.wait_for_timeout(300)
+    assert back.count() == 0
+
+
 def test_without_a_doctor_there_is_no_such_section(page, panel):
     page.route("**/compiled_graphs/doctor?*", lambda route: route.fulfill(status=404))
     reopen(page)

@@ -50,6 +50,7 @@ MODULE_NAMES = {
     "comfy.utils.ProgressBar": "no progress bar",
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
     f"{MEMORY}.interpret_gathered_like": "weights that find no room in their pages pass through ComfyUI's buffers",
+    f"{MEMORY}.vram_aligned_size": "where RAM is short, the CPU waits more often for copies to the GPU",
     "comfy.pinned_memory.get_pin": "weights that find no room in their pages pass through ComfyUI's buffers",
     "comfy.quant_ops.QuantizedTensor": "quantised weights keep their regions eager",
     "comfy_kitchen.registry.registry": "float8 rounding is not fused with what is around it",

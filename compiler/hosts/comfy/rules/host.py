@@ -20,7 +20,7 @@ from ....identity.fingerprint import is_outside
 from ....identity.source import functions_in
 from ....tracing.attention_op import given_attention, opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
-from .. import comfy_compat, deep_cache, local_classes, streamed_weights
+from .. import comfy_compat, deep_cache, local_classes
 from ..comfy_compat import (
     ATTENTION_MODULE,
     ATTENTION_OVERRIDE,
@@ -33,6 +33,8 @@ from ..comfy_compat import (
     STEPS,
     WRAPPERS,
 )
+from ..streaming import casts, streamed_weights
+from ..streaming.vbar_places import LORA_FUNCTIONS, PLACE
 from . import attention_patches, frame_caches, gguf_weights, quantized_weights
 from .scaled_fp8 import multiply_weights
 
@@ -120,7 +122,7 @@ class ComfyHost(Host):
         """A file's dtype can differ from the model's: `ModelPatcherDynamic.load` casts layer by layer."""
         if type(tensor) not in TENSOR_TYPES or not comfy_compat.streams_weights():
             return tensor.dtype
-        return streamed_weights.dtype_of(layer, name, tensor)
+        return casts.dtype_of(layer, name, tensor)
 
     def inner_tensors(self, tensor: torch.Tensor) -> InnerTensors | None:
         """Quantised weights have inner tensors."""
@@ -147,8 +149,8 @@ class ComfyHost(Host):
 
     def applies_weight_function(self, attributes: Mapping[str, Any], name: str, in_place: bool = False) -> bool:
         """Dynamic VRAM applies LoRAs when it fills a layer's pages. Other functions are called for each call."""
-        if name in streamed_weights.LORA_FUNCTIONS:
-            return streamed_weights.PLACE in attributes
+        if name in LORA_FUNCTIONS:
+            return PLACE in attributes
         if quantized_weights.is_quantized(attributes):  # the layer then dequantises its weight, and multiplies that
             return False
         return not in_place

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from compiled_graphs.compiler.hosts.comfy import vbar_places
+from compiled_graphs.compiler.hosts.comfy.streaming import vbar_places
 from torch import nn
 
 PAGE = 64 * 1024
@@ -29,7 +30,7 @@ class VBAR:
     def __init__(self, size: int) -> None:
         self.max_size, self._ptr = size, 1
         self.kept = self.waits = 0
-        self.memory = torch.zeros(size + PAGE, dtype=torch.uint8)
+        self.memory = torch.frombuffer(mmap.mmap(-1, size + PAGE), dtype=torch.uint8)  # takes only what is written to
         self.base = -(-self.memory.data_ptr() // PAGE) * PAGE
         self.size = 0
         self.limit = size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import comfy_compat
-from compiled_graphs.compiler.hosts.comfy.staging_ring import Staging, StagingRing
+from compiled_graphs.compiler.hosts.comfy.streaming.staging_ring import Staging, StagingRing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
-from compiled_graphs.compiler.hosts.comfy import streamed_weights
-from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights
-from compiled_graphs.compiler.hosts.comfy.staging_ring import StagingRing
-from compiled_graphs.compiler.hosts.comfy.streamed_weights import Cast, ChannelsLastInPlace, StreamedWeights
+from compiled_graphs.compiler.hosts.comfy.streaming import casts
+from compiled_graphs.compiler.hosts.comfy.streaming.casts import Cast
+from compiled_graphs.compiler.hosts.comfy.streaming.channels_last import ChannelsLastInPlace
+from compiled_graphs.compiler.hosts.comfy.streaming.kept_weights import KeptWeights
+from compiled_graphs.compiler.hosts.comfy.streaming.staging_ring import StagingRing
+from compiled_graphs.compiler.hosts.comfy.streaming.streamed_weights import StreamedWeights
 from late_gpu import late
 from rows import adapted, low_rank
 from test_streamed_weights import BOUND, compiled, layers_of
@@ -24,7 +26,7 @@ pytestmark = [
 ROUNDS, STEPS = 8, 2
 STRENGTHS = (None, 0.5, 1.0)
 BRINGING = [
-    *((streamed_weights, "resolve"), (Cast, "__init__"), (StreamedWeights, "fill"), (ChannelsLastInPlace, "arrange")),
+    *((casts, "resolve"), (Cast, "__init__"), (StreamedWeights, "fill"), (ChannelsLastInPlace, "arrange")),
     *((StagingRing, "stage"), (StagingRing, "take"), (KeptWeights, "keep"), (KeptWeights, "memory")),
 ]
 """What allocates memory for weights that come."""

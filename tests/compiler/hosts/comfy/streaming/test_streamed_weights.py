@@ -11,8 +11,9 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, streamed_weights, vbar_places
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, install
 from compiled_graphs.compiler.hosts.comfy import compile as host
+from compiled_graphs.compiler.hosts.comfy.streaming import casts, vbar_places
 from compiled_graphs.compiler.runtime import step_replay
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from compiled_graphs.compiler.tracing.side_effects import turns
@@ -85,7 +86,7 @@ def test_weights_come_from_the_vbar(model, plain, sample, registry, vbar):
     assert_image(sample, ours, plain, vbar, steps=2)
     layers = layers_of(ours)
     assert len(layers) > 30
-    assert all(streamed_weights.has_arrived(layer) for layer in layers)
+    assert all(casts.has_arrived(layer) for layer in layers)
     with torch.inference_mode():
         layers[5]._v_weight.zero_()  # what is in the page, and not what is in the file
     assert not torch.equal(sample(ours, "tiny_sd15"), sample(plain, "tiny_sd15"))
@@ -119,7 +120,7 @@ def test_weights_that_do_not_fit_are_brought_for_each_region(share, model, plain
         assert_image(sample, ours, plain, vbar, seed=seed, steps=2)
     vbar.limit = vbar.memory.numel()
     assert_image(sample, ours, plain, vbar, steps=2)
-    assert all(streamed_weights.has_arrived(layer) for layer in layers_of(ours))
+    assert all(casts.has_arrived(layer) for layer in layers_of(ours))
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
@@ -261,7 +262,7 @@ def test_a_lora_that_the_adapter_leaves_out_for_lack_of_memory_is_added(
 def test_a_block_whose_weights_find_no_memory_at_all_runs_layer_by_layer(
     model, plain, sample, registry, vbar, monkeypatch
 ):
-    ours, real = compiled(model, verify=False), streamed_weights.resolve
+    ours, real = compiled(model, verify=False), casts.resolve
     sample(ours, "tiny_sd15")
     vbar.evict()
     vbar.limit = 0
@@ -272,7 +273,7 @@ def test_a_block_whose_weights_find_no_memory_at_all_runs_layer_by_layer(
             raise torch.cuda.OutOfMemoryError("no room")
         return real(layer, *args, **options)
 
-    monkeypatch.setattr(streamed_weights, "resolve", resolve)
+    monkeypatch.setattr(casts, "resolve", resolve)
     expected, eager = sample(plain, "tiny_sd15", steps=3), totals.eager_calls.copy()
     assert torch.allclose(sample(ours, "tiny_sd15", steps=3), expected, rtol=BOUND, atol=BOUND)
     assert totals.eager_calls - eager == {Reason(ReasonCode.WEIGHT_MEMORY): 3}
@@ -314,7 +315,7 @@ def test_a_buffer_that_finds_no_memory_is_too_little_memory(model, vbar, monkeyp
     model.load()
     monkeypatch.setattr(ops, "cast_modules_with_vbar", fail)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="VRAM grow failed"):
-        streamed_weights.Cast(layers_of(model), torch.device("cpu"))
+        casts.Cast(layers_of(model), torch.device("cpu"))
 
 
 def test_weights_are_let_go_whatever_a_call_ends_with(model, sample, registry, vbar, monkeypatch):

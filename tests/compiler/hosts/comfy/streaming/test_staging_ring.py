@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, staging_ring, streamed_weights
-from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights
+from compiled_graphs.compiler.hosts.comfy import comfy_compat
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
-from compiled_graphs.compiler.hosts.comfy.staging_ring import Staging, StagingRing
+from compiled_graphs.compiler.hosts.comfy.streaming import staging_ring, streamed_weights
+from compiled_graphs.compiler.hosts.comfy.streaming.kept_weights import KeptWeights
+from compiled_graphs.compiler.hosts.comfy.streaming.staging_ring import Staging, StagingRing
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
 from vbar import pin

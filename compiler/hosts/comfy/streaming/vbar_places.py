@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ...common.reason import ReasonCode, Unsupported
-from . import comfy_compat
+from ....common.reason import ReasonCode, Unsupported
+from .. import comfy_compat
 
 Place = tuple[Any, int, int]
 """A VBAR, an address and a number of bytes."""

@@ -7,8 +7,8 @@ only ComfyUI can bring (with LoRAs, or not in pinned memory) still come into suc
 once.
 
 The ring has a stream of its own, and ComfyUI's streams fill it, too. A copy over any of them waits for whatever used
-that memory before: an earlier block's graph, or what had the ring's memory until it was allocated. The CPU waits for
-nothing.
+that memory before: an earlier block's graph, or what had the ring's memory until it was allocated. The CPU waits only
+before ComfyUI may hand on the pinned memory of a copy that is still under way (`pins.py`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.host import Host
-from . import comfy_compat, vbar_places
+from ....common.host import Host
+from .. import comfy_compat
+from . import vbar_places
 from .kept_weights import ALIGNMENT, KeptWeights
-from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS
+from .pins import may_take_pin, pinned_bytes
+from .vbar_places import ARRIVED
 
 AHEAD_BYTES = 384 * 2**20
 """Room for the weights of later regions at most: about what PCIe copies while a block of a large model runs."""
-PINNED = ("weights", "weights-loaded")
-"""Where ComfyUI keeps the bytes of a layer in pinned memory (`comfy.pinned_memory`)."""
 
 
 Range = tuple[int, int, "Staging"]
@@ -46,6 +46,8 @@ class StagingRing:
         self._since: torch.cuda.Event | None = None
         """When that memory was allocated: what was launched earlier may still use it."""
         self._stream = torch.cuda.Stream(device) if comfy_compat.has_streams(device) else None
+        self._copied: torch.cuda.Event | None = None
+        """When the last copy out of pinned memory has ended."""
         self._head = 0
         self._lying: list[Range] = []
         """The ranges of the ring that hold weights."""
@@ -97,7 +99,7 @@ class StagingRing:
         finally:
             # An event recorded anew would wait for other regions' copies, too.
             if len(staging.origins) > had and self._stream is not None:
-                staging.arrived = self._stream.record_event()
+                self._copied = staging.arrived = self._stream.record_event()
         self._largest = max(self._largest, staging.size)
         return not staging.pending
 
@@ -118,6 +120,11 @@ class StagingRing:
             else:
                 staging.weights[id(vars(layer))] = weights
             staging.pending.popleft()
+
+    def wait_for_pins(self, layers: Sequence[nn.Module]) -> None:
+        """Before ComfyUI casts these layers: if they may take pinned memory, have the CPU wait for copies out of it."""
+        if self._copied is not None and not self._copied.query() and any(map(may_take_pin, layers)):
+            self._copied.synchronize()
 
     def take(self, staging: Staging, buffer: torch.Tensor, stream: Any) -> torch.Tensor:
         """Move bytes out of a buffer of ComfyUI's, into which a stream brings them; return where they are.
@@ -160,7 +167,7 @@ class StagingRing:
 
     def _begin_copy(self, layer: nn.Module, staging: Staging, host: Host, kept: KeptWeights) -> dict[str, Any] | None:
         """Begin to copy a layer's weights; return them, or None if they come in another way."""
-        pinned = _pinned_bytes(layer, host) if self._is_open else None
+        pinned = pinned_bytes(layer, host) if self._is_open else None
         memory = None if pinned is None else self._place_for(layer, pinned.nbytes, staging, kept, host)
         if memory is None:
             return None
@@ -173,7 +180,7 @@ class StagingRing:
         self, layer: nn.Module, size: int, staging: Staging, kept: KeptWeights, host: Host
     ) -> torch.Tensor | None:
         """Return memory for a layer's bytes: of their own if they are to stay, and else in the ring, or None."""
-        own = kept.memory(layer, size, self._device, lambda other: _pinned_bytes(other, host) is not None)
+        own = kept.memory(layer, size, self._device, lambda other: pinned_bytes(other, host) is not None)
         if own is not None:
             staging.to_keep.append(layer)
             if own.is_new and self._stream is not None:
@@ -244,7 +251,7 @@ class Staging:
         for layer in layers:
             weights = self.weights.get(id(vars(layer)))
             if (origin := self.origins.get(id(vars(layer)))) is not None:
-                if _pinned_bytes(layer, host) is not origin:
+                if pinned_bytes(layer, host) is not origin:
                     return False
             elif weights is not None and kept.find(layer) is not weights:
                 return False
@@ -302,17 +309,6 @@ def has_room(layer: nn.Module) -> bool:
         return False
     vbar_places.unpin(place)
     return True
-
-
-def _pinned_bytes(layer: nn.Module, host: Host) -> torch.Tensor | None:
-    """Return a layer's bytes in pinned memory if they are the weights as the layer's code gets them."""
-    attributes, tensors = vars(layer), layer._parameters
-    if "_prefetch" in attributes or any(attributes.get(name) for name in (*FUNCTIONS, *LORA_FUNCTIONS)):
-        return None
-    own = [(name, tensors[name]) for name in ARRIVED if tensors.get(name) is not None]
-    if any(tensor.dtype != host.weight_dtype(layer, name, tensor) for name, tensor in own):
-        return None
-    return comfy_compat.pinned_bytes(layer, PINNED)
 
 
 def _as_tensors(layer: nn.Module, memory: torch.Tensor) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ number = torch.zeros(2**26, device="cuda")
 assert control.init() and control.init_devices([0])  # before model_vbar is imported
 import comfy.memory_management
 from comfy_aimdo import model_vbar
-from compiled_graphs.compiler.hosts.comfy import vbar_places
+from compiled_graphs.compiler.hosts.comfy.streaming import vbar_places
 from compiled_graphs.compiler.runtime.cuda_graph import capture_on_gpu
 
 comfy.memory_management.aimdo_enabled = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
-from compiled_graphs.compiler.hosts.comfy import streamed_weights
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.hosts.comfy.streaming import casts, streamed_weights
 from compiled_graphs.compiler.runtime.region_forward import RegionForward
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
@@ -114,7 +114,7 @@ def test_a_lora_is_added_once_to_weights_that_the_network_has_brought(crowded, s
     layer.weight._model_dtype = dtype  # it needs no cast, so LoRAs are added in place
     comfy.ops.cast_modules_with_vbar([layer], None, device, None, True)
     plain = layer.weight.clone()
-    made = streamed_weights.Cast([layer], device)
+    made = casts.Cast([layer], device)
     made.resolve(HOST, lambda buffer, stream: buffer)
     first, second = (made.arrived()[0][1]["_v_weight"].clone() for _ in range(2))
     assert torch.equal(first, second)
@@ -128,7 +128,7 @@ def test_weights_that_cannot_come_ahead_are_brought_by_their_own_call(
     begin, failed = streamed_weights.StreamedSource.begin_bringing, []
 
     def fail_ahead(source):
-        is_ahead = source is not source._weights.ahead._last
+        is_ahead = source is not source._weights.prefetcher._last
         if is_ahead:
             failed.append(1)
             begin(source)

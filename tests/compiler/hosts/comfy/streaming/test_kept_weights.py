@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from compiled_graphs.compiler.hosts.comfy import kept_weights, streamed_weights
-from compiled_graphs.compiler.hosts.comfy.kept_weights import KeptWeights, evenly
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.hosts.comfy.streaming import casts, kept_weights, streamed_weights
+from compiled_graphs.compiler.hosts.comfy.streaming.kept_weights import KeptWeights, evenly
 from rows import adapted, low_rank
 from test_streamed_weights import assert_image, compiled, layers_of
 from torch import nn
@@ -83,7 +83,7 @@ def test_a_region_that_runs_longer_brings_more(half_full, plain, sample, vbar, m
 
     assert_image(sample, half_full, plain, vbar, seed=1, steps=3)
     weights = streamed_weights.weights_of(half_full.model.diffusion_model, torch.device("cpu"), HOST)
-    longer = max(weights.ahead.order(), key=lambda source: source.size)
+    longer = max(weights.prefetcher.order(), key=lambda source: source.size)
     before = kept_of_longer()
     assert before > 0
     seconds = property(lambda source: 100.0 if source is longer else 1.0)
@@ -102,13 +102,13 @@ def test_weights_that_fit_again_are_left_to_their_pages(half_full, plain, sample
 
 def test_loras_stay_merged(half_full, plain, sample, vbar, monkeypatch):
     """A LoRA is merged into what stays once, and into the rest at each call."""
-    merged, resolve = [], streamed_weights.resolve
+    merged, resolve = [], casts.resolve
 
     def note(layer, *args, **kwargs):
         merged.append(vars(layer)["weight_lowvram_function"] is not None)
         return resolve(layer, *args, **kwargs)
 
-    monkeypatch.setattr(streamed_weights, "resolve", note)
+    monkeypatch.setattr(casts, "resolve", note)
     counts = []
     for wants in (lambda *args: False, KeptWeights.wants):
         monkeypatch.setattr(KeptWeights, "wants", wants)
