@@ -37,7 +37,7 @@ class Code:
     string_constants: frozenset[str]
     obscure: Reason | None = None
     read_by_others: frozenset[str] = frozenset()
-    """The names that code of neither the host nor a library mentions: what it can read of the host's layers."""
+    """Names in code of others (neither the host's nor a library's): what that code may read of the host's layers."""
     attributes: frozenset[str] | None = None
     """The names of attributes that the code reads; None if it may read any."""
 
@@ -71,6 +71,7 @@ class CodeWalk:
         """Functions that somebody has added to a library's classes and modules: owner, name, function."""
 
     def of(self, roots: Iterable[Any]) -> Code:
+        """Return all code that these functions and classes lead to."""
         seen: set[Any] = set()
         pending = [*roots, *self._replaced_in_torch()]
         while pending or (pending := self._named_additions()):
@@ -156,7 +157,7 @@ class CodeWalk:
         self._strings.update(source.string_constants)
         self._attributes.update(source.attributes)
         home = home_of(item)
-        # The host's layers are given to its own functions. What these read of a layer is listed.
+        # The host's functions take its layers. A list says what they read of one, whatever name they compute.
         self._reads_any_attribute |= source.reads_any_attribute and not is_in(home, self._host.layer_modules)
         if not self._host.is_own_code(home) and not is_outside(home, self._host):
             self._read_by_others |= source.attributes | source.string_constants

@@ -5,6 +5,7 @@ whatever checkpoint, file, process or day they come from. A description follows 
 classes name, and reads every value that those functions can read: attributes, closures, globals, class
 attributes. Each place that is read goes into a `Watch`, so everything that the fingerprint depends on is also
 compared before each sampling. A value that cannot be described makes the block `obscure`: it shares no graph.
+`code_walk.py` follows the code, `value_description.py` describes the values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .watch import Watch
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _BASES = (nn.Module, object)
-"""They read no attributes of the classes that are derived from them, except their own."""
+"""Their code reads no attribute that a derived class adds."""
 
 
 @dataclass(frozen=True)

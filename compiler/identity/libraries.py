@@ -28,6 +28,7 @@ def is_bookkeeping(module: types.ModuleType, host: Host) -> bool:
 
 
 def is_in(module: str, prefixes: Iterable[str]) -> bool:
+    """Whether a module is one of these, or below one of them."""
     return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
 
 

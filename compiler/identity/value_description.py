@@ -184,7 +184,7 @@ class Values:
         return [name, *own, [self.describe(item, where) for item in value]]
 
     def _tensor(self, value: torch.Tensor, where: str) -> Any:
-        """Describe a small table that code reads by its content. A graph can depend on no other tensor."""
+        """Describe, by its content, a small table that code reads. No other tensor may decide what a graph is."""
         is_table = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= MAX_TABLE
         if self.paths or not is_table or value.requires_grad or not value.ndim or value.is_conj() or value.is_neg():
             self.mark_obscure(ReasonCode.STRAY_TENSOR, where)
@@ -236,6 +236,7 @@ class Values:
 
 
 def is_data(value: Any) -> bool:
+    """Whether a value is a number, a text, a container or a tensor."""
     return type(value) in PLAIN or isinstance(value, (*_CONTAINERS, torch.Tensor, enum.Enum))
 
 

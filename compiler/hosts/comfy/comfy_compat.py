@@ -324,6 +324,12 @@ def join_offload_streams(device: torch.device) -> None:
     hold_back_offload_streams(device)
 
 
+def finish_offload_streams(device: torch.device) -> None:
+    """Have the CPU wait for all that ComfyUI has launched over its streams for weights."""
+    for stream in (find(f"{MANAGEMENT}.STREAMS") or {}).get(device, ()):
+        stream.synchronize()
+
+
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Launch what follows over one of ComfyUI's streams, or where it is launched anyway if that is None."""
     return nullcontext() if stream is None else getattr(stream, "as_context", torch.cuda.stream)(stream)

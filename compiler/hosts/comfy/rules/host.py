@@ -16,7 +16,7 @@ from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import Reason, ReasonCode
 from ....common.weight_source import NetworkWeights
 from ....identity.context_options import TracedOptions, fresh
-from ....identity.fingerprint import is_outside
+from ....identity.libraries import is_outside
 from ....identity.source import functions_in
 from ....tracing.attention_op import given_attention, opaque_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall

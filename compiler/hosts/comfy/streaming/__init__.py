@@ -7,5 +7,7 @@
 - through a ring of GPU memory (`staging_ring.py`);
 - by ComfyUI's own functions (`casts.py`).
 
-`prefetcher.py` has those of the next regions brought meanwhile.
+`prefetcher.py` has those of the next regions brought meanwhile. `kept_tensors.py` sees to the addresses of what has
+arrived, `channels_last.py` to its layout. `pins.py` and `hidden_errors.py` know what ComfyUI does with pinned memory,
+and with errors, that would make an image wrong.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS, PLACE, SIGNATURE, f
 
 SMALL_BYTES = 16 * 2**10
 """Layers up to this size get no place: `ModelPatcherDynamic.load` moves their weights as they are."""
+CAST = "comfy.ops.cast_modules_with_vbar"
 NO_BUFFER = ("VRAM grow failed", "VRAM reservation failed")
 """How comfy-aimdo's `VRAMBuffer` says that a buffer for casts finds no memory, with a plain RuntimeError."""
 
@@ -26,8 +28,8 @@ NO_BUFFER = ("VRAM grow failed", "VRAM reservation failed")
 class Cast:
     """The weights of some layers on their way, by ComfyUI's own cast. Their pages stay pinned until `end`.
 
-    What has no room in its pages comes into a buffer of a stream, and the next cast over that stream overwrites it. So
-    such weights move on at once: code that casts layers later, between blocks or within one, does not reach them.
+    Weights without room in their pages come into a stream's buffer, which the next cast over that stream overwrites. So
+    they are copied out at once. Else a layer that is cast later, between blocks or within one, would overwrite them.
     """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -44,7 +46,7 @@ class Cast:
         self.stream = None
         with self.ended_if_it_fails():
             if self._own:
-                self.stream = comfy_compat.find("comfy.ops.cast_modules_with_vbar")(self._own, None, device, None, True)
+                self.stream = comfy_compat.find(CAST)(self._own, None, device, None, True)
 
     def resolve(self, host: Host, take: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
         """Have the weights made of what comes, over the same stream.
@@ -101,7 +103,7 @@ class Cast:
         """Unpin the pages. Other weights are gone once the GPU has passed this point."""
         if not self._is_done:
             self._is_done = True
-            self._wait()  # pages that nobody has asked for count as filled, too
+            self._wait()  # ComfyUI takes these pages for filled even if nobody has asked for the weights
             clean_up(self._own)
             if self.stream is not None:
                 self.stream.wait_stream(comfy_compat.current_stream(self._device))
@@ -118,6 +120,7 @@ class Cast:
             yield
         except BaseException as error:
             comfy_compat.join_offload_streams(self._device)  # the same pages may be filled again over another stream
+            _unpin_unfinished(error)
             self.end()
             if isinstance(error, RuntimeError) and str(error).startswith(NO_BUFFER):
                 raise torch.cuda.OutOfMemoryError(str(error)) from error
@@ -195,6 +198,23 @@ def has_arrived(layer: nn.Module, keep: bool = False) -> bool:
 def clean_up(layers: Sequence[nn.Module]) -> None:
     """Unpin what ComfyUI has brought for these layers, and forget that it did."""
     comfy_compat.find("comfy.model_prefetch.cleanup_prefetched_modules")(None, layers)
+
+
+def _unpin_unfinished(error: BaseException) -> None:
+    """Unpin the pages of the layer at which ComfyUI's cast has failed.
+
+    ComfyUI notes a layer's fault once the layer is done. Until then only the function that has raised knows of it.
+    """
+    code = getattr(comfy_compat.find(CAST), "__code__", None)
+    for frame, _ in walk_tb(error.__traceback__):
+        known = frame.f_locals if frame.f_code is code else {}
+        layer, prefetch = known.get("s"), known.get("prefetch")
+        if not isinstance(layer, nn.Module) or not isinstance(prefetch, dict) or PLACE not in vars(layer):
+            continue
+        # After a fault that raises, this still is what was noted of the layer before.
+        is_noted = any(vars(each).get("_prefetch") is prefetch for each in known.get("comfy_modules", ()))
+        if not is_noted and prefetch.get("signature") is not None:
+            unpin(vars(layer)[PLACE])
 
 
 def declare_outdated(layers: Iterable[nn.Module]) -> None:

@@ -13,7 +13,7 @@ from .vbar_places import ARRIVED, PLACE
 
 
 class KeptTensors:
-    """Small weights and buffers, which each load moves. They are copied to where they were before, and stay there."""
+    """The tensors of one network that its modules hold themselves."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []

@@ -5,7 +5,8 @@ Those blocks wait for copies, and during the rest nothing is copied. If each blo
 copied while a block like it runs, copies and graphs run side by side all the time: a step takes as long as the slower
 of the two, and no longer as long as their sum. Until blocks have been timed, each has equally many bytes to bring.
 
-The copies take the memory of pages: ComfyUI empties these when the copies are made. They go at the end of a sampling.
+The copies take the memory of pages: ComfyUI empties these when the copies are made. At the end of a sampling the copies
+are dropped.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 When RAM is short, ComfyUI hands one layer's pinned memory to another while it casts that one
 (`comfy.pinned_memory.pin_memory`). It fills the memory at once, although a copy out of it may still wait for its turn
-on the GPU.
+on the GPU. So nothing is copied ahead in a call in which that may happen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from torch import nn
 
 from ....common.host import Host
 from .. import comfy_compat
-from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS
+from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS, PLACE, SIGNATURE, resident
 
 SUBSETS = ("weights", "weights-loaded")
-"""What ComfyUI calls the parts of its pinned memory that hold weights."""
+"""What ComfyUI calls the parts of its pinned memory that hold weights: of layers without and with room in pages."""
 
 
-def pinned_bytes(layer: nn.Module, host: Host) -> torch.Tensor | None:
+def weights_in_pins(layer: nn.Module, host: Host) -> torch.Tensor | None:
     """Return a layer's bytes in pinned memory if they are the weights as the layer's code gets them."""
     attributes, tensors = vars(layer), layer._parameters
     if "_prefetch" in attributes or any(attributes.get(name) for name in (*FUNCTIONS, *LORA_FUNCTIONS)):
@@ -32,20 +32,35 @@ def pinned_bytes(layer: nn.Module, host: Host) -> torch.Tensor | None:
     return comfy_compat.pinned_bytes(layer, SUBSETS)
 
 
-def may_take_pin(layer: nn.Module) -> bool:
-    """Whether a cast of this layer may take the pinned memory of another layer.
+def may_lose_pins(layers: Iterable[nn.Module]) -> bool:
+    """Whether one of these layers may take another layer's pinned memory when it is cast next."""
+    unpinned = [layer for layer in layers if not _has_pin(layer)]
+    are_there = resident([vars(layer)[PLACE] for layer in unpinned])
+    return any(
+        may_take_pin(layer)
+        for layer, is_there in zip(unpinned, are_there, strict=True)
+        if not is_there or vars(layer).get(SIGNATURE) is None  # others are in their pages, and are not cast
+    )
 
-    ComfyUI gives each layer a priority with its first cast. A layer takes from one of equal size and lower priority.
+
+def may_take_pin(layer: nn.Module) -> bool:
+    """Whether ComfyUI may give this layer the pinned memory of another one, if it has to cast it.
+
+    Each layer gets a priority with its first cast. It takes from a layer of equal size and lower priority. A layer that
+    was never cast does not count: most such layers belong to a part of the network that is not used.
     """
     pins, states = vars(layer).get("_pins") or {}, vars(layer).get("_pin_state") or {}
-    if any("pin" in pins.get(subset, {}) for subset in SUBSETS):
+    priorities = [pins.get(subset, {}).get("balancer_priority") for subset in SUBSETS]
+    if not states or _has_pin(layer) or priorities == [None] * len(SUBSETS):
         return False
-    for subset in SUBSETS:
-        priority = pins.get(subset, {}).get("balancer_priority")
-        others = list(_priorities(states.get(subset), _size(layer)))
-        if others and (priority is None or priority > min(others)):
-            return True
-    return False
+    size = _size(layer)
+    lowest = [_lowest(states.get(subset), size) for subset in SUBSETS]
+    return any(low is not None and (own is None or own > low) for own, low in zip(priorities, lowest, strict=True))
+
+
+def _has_pin(layer: nn.Module) -> bool:
+    pins = vars(layer).get("_pins") or {}
+    return any("pin" in pins.get(subset, {}) for subset in SUBSETS)
 
 
 def _size(layer: nn.Module) -> int | None:
@@ -54,9 +69,12 @@ def _size(layer: nn.Module) -> int | None:
     return None if function is None else function([layer._parameters.get(name) for name in ARRIVED])
 
 
-def _priorities(state: Any, size: int | None) -> Iterator[int]:
-    """Yield the priorities of layers of this size that have pinned memory; of all sizes, if it is not known."""
+def _lowest(state: Any, size: int | None) -> int | None:
+    """Return the lowest priority of layers of this size that have pinned memory; of all sizes, if it is not known."""
     buckets = state[-1] if isinstance(state, (tuple, list)) and state else None
-    for each, bucket in buckets.items() if isinstance(buckets, dict) else ():
-        if size in (None, each):
-            yield from (-entry[0] for entry in bucket if entry[-1] is not None)
+    if not isinstance(buckets, dict):
+        return None
+    found = [bucket for each, bucket in buckets.items() if size in (None, each)]
+    # Each is sorted, the lowest priority last. Entries without a layer are of memory that has been given up.
+    last = [next((entry for entry in reversed(bucket) if entry[-1] is not None), None) for bucket in found]
+    return min((-entry[0] for entry in last if entry is not None), default=None)

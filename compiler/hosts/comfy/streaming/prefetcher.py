@@ -74,7 +74,7 @@ class Prefetcher(Generic[S]):
     def begin_first(self) -> None:
         """A call begins: bring what the first region needs, unless that was begun before and still is what it gets.
 
-        Only through the ring, and no more: the layers before it wait for ComfyUI's own copies, which come after ours.
+        Only the ring is used. A cast of ComfyUI's begun here would delay those of the layers before the region.
         """
         if not all(source.is_staged_for_now() for source in self._begun):
             self.drop()

@@ -7,8 +7,8 @@ only ComfyUI can bring (with LoRAs, or not in pinned memory) still come into suc
 once.
 
 The ring has a stream of its own, and ComfyUI's streams fill it, too. A copy over any of them waits for whatever used
-that memory before: an earlier block's graph, or what had the ring's memory until it was allocated. The CPU waits only
-before ComfyUI may hand on the pinned memory of a copy that is still under way (`pins.py`).
+that memory before: an earlier block's graph, or what had the ring's memory until it was allocated. The CPU waits for
+nothing, except where ComfyUI may hand on the pinned memory that is copied (`pins.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from torch import nn
 
 from ....common.host import Host
 from .. import comfy_compat
-from . import vbar_places
 from .kept_weights import ALIGNMENT, KeptWeights
-from .pins import may_take_pin, pinned_bytes
-from .vbar_places import ARRIVED
+from .pins import weights_in_pins
+from .vbar_places import ARRIVED, PLACE, is_evicted_soon
 
 AHEAD_BYTES = 384 * 2**20
 """Room for the weights of later regions at most: about what PCIe copies while a block of a large model runs."""
@@ -48,6 +47,8 @@ class StagingRing:
         self._stream = torch.cuda.Stream(device) if comfy_compat.has_streams(device) else None
         self._copied: torch.cuda.Event | None = None
         """When the last copy out of pinned memory has ended."""
+        self.keeps_pins = True
+        """Whether the pinned memory of layers stays theirs during this call. If not, nothing is copied out of it."""
         self._head = 0
         self._lying: list[Range] = []
         """The ranges of the ring that hold weights."""
@@ -86,7 +87,7 @@ class StagingRing:
         if not largest or not is_fit:
             self._free()
 
-    def stage(self, staging: Staging, host: Host, kept: KeptWeights, is_next: bool = True) -> bool:
+    def stage(self, staging: Staging, host: Host, kept: KeptWeights, is_next: bool) -> bool:
         """Begin to copy weights that have no room in their pages; return whether no layer waits for room in the ring.
 
         Left to ComfyUI are layers with room, with LoRAs, in another dtype than the layer's code gets, and not in pinned
@@ -121,9 +122,9 @@ class StagingRing:
                 staging.weights[id(vars(layer))] = weights
             staging.pending.popleft()
 
-    def wait_for_pins(self, layers: Sequence[nn.Module]) -> None:
-        """Before ComfyUI casts these layers: if they may take pinned memory, have the CPU wait for copies out of it."""
-        if self._copied is not None and not self._copied.query() and any(map(may_take_pin, layers)):
+    def finish_copies(self) -> None:
+        """Have the CPU wait for copies out of pinned memory."""
+        if self._copied is not None:
             self._copied.synchronize()
 
     def take(self, staging: Staging, buffer: torch.Tensor, stream: Any) -> torch.Tensor:
@@ -167,7 +168,7 @@ class StagingRing:
 
     def _begin_copy(self, layer: nn.Module, staging: Staging, host: Host, kept: KeptWeights) -> dict[str, Any] | None:
         """Begin to copy a layer's weights; return them, or None if they come in another way."""
-        pinned = pinned_bytes(layer, host) if self._is_open else None
+        pinned = weights_in_pins(layer, host) if self._is_open and self.keeps_pins else None
         memory = None if pinned is None else self._place_for(layer, pinned.nbytes, staging, kept, host)
         if memory is None:
             return None
@@ -180,7 +181,7 @@ class StagingRing:
         self, layer: nn.Module, size: int, staging: Staging, kept: KeptWeights, host: Host
     ) -> torch.Tensor | None:
         """Return memory for a layer's bytes: of their own if they are to stay, and else in the ring, or None."""
-        own = kept.memory(layer, size, self._device, lambda other: pinned_bytes(other, host) is not None)
+        own = kept.memory(layer, size, self._device, lambda other: weights_in_pins(other, host) is not None)
         if own is not None:
             staging.to_keep.append(layer)
             if own.is_new and self._stream is not None:
@@ -251,7 +252,7 @@ class Staging:
         for layer in layers:
             weights = self.weights.get(id(vars(layer)))
             if (origin := self.origins.get(id(vars(layer)))) is not None:
-                if pinned_bytes(layer, host) is not origin:
+                if weights_in_pins(layer, host) is not origin:
                     return False
             elif weights is not None and kept.find(layer) is not weights:
                 return False
@@ -304,11 +305,7 @@ def _outside(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
 
 def has_room(layer: nn.Module) -> bool:
     """Whether the pages of a layer can be had. None stays pinned."""
-    place = vars(layer)[vbar_places.PLACE]
-    if vbar_places.fault(place) is None:
-        return False
-    vbar_places.unpin(place)
-    return True
+    return not is_evicted_soon(vars(layer)[PLACE])
 
 
 def _as_tensors(layer: nn.Module, memory: torch.Tensor) -> tuple[Any, Any]:

@@ -7,9 +7,9 @@ signature that changes when the page was emptied in between. The addresses never
 - while a network runs, one fault holds all of its pages, if they are there, and one comparison tells whether they are
   filled;
 - a region's graph takes the weights from there. CUDA graphs that have their addresses stay valid for good;
-- if some are not, each region's weights come before its call, and the next region's while it runs: through a ring
-  (`staging_ring`) where they find no room in their pages, and else by ComfyUI's own functions. What memory there is
-  then holds a share of every region's weights (`kept_weights`).
+- if some pages are not filled, each region's weights come before its call, and the next region's while it runs: through
+  a ring (`staging_ring`) where they find no room in their pages, and else by ComfyUI's own functions. What memory there
+  is then holds a share of every region's weights (`kept_weights`).
 
 Layers without a place, of the low-VRAM modes, are cast by ComfyUI's function as well, one region at a time.
 """
@@ -35,6 +35,7 @@ from . import casts
 from .channels_last import ChannelsLastInPlace
 from .kept_tensors import KeptTensors
 from .kept_weights import KeptWeights
+from .pins import may_lose_pins
 from .prefetcher import Prefetcher
 from .staging_ring import Staging, StagingRing, Timing
 from .vbar_places import (
@@ -57,7 +58,7 @@ from .vbar_places import (
 FILL_BYTES = 256 * 2**20
 """Weights that are filled in at a time. Those whose dtype changes pass through a buffer of that size."""
 TIMED_CALL = 2
-"""Of each sampling."""
+"""The call of each sampling in which regions are timed."""
 
 _known: weakref.WeakKeyDictionary[nn.Module, StreamedWeights] = weakref.WeakKeyDictionary()
 
@@ -88,7 +89,7 @@ class StreamedWeights:
         """The range of the VBAR in which they all lie."""
         self._signature: Any = None
         """Of that range, when all of them had arrived."""
-        self._kept = KeptTensors()
+        self._small_tensors = KeptTensors()
         self._moves = 0
         """Changes of addresses so far."""
         self._forms: list[tuple] = []
@@ -97,7 +98,7 @@ class StreamedWeights:
         self._has_room: bool | None = None
         """Whether all regions of the running call found room for their weights; None if none has asked."""
         self._fits = False
-        """The same of the call before: what is missing are the pages of layers that nobody has called."""
+        """The same of the call before. Pages that are missing then are those of layers that nobody has called."""
         self._calls = 0
         """Of this sampling so far."""
         self._running = 0
@@ -128,7 +129,7 @@ class StreamedWeights:
             self._signature = None
         self.can_stream = comfy_compat.can_stream()
         if layers:
-            self._kept.follow(network, self.device)
+            self._small_tensors.follow(network, self.device)
         for source in list(self._sources):
             source.follow()
         self.ring.reserve(max((source.size for source in self._sources), default=0))
@@ -169,6 +170,8 @@ class StreamedWeights:
         if is_held:
             self.prefetcher.drop()
         else:
+            to_cast = [layer for layer in self.layers() if self.kept.find(layer) is None]
+            self.ring.keeps_pins = not self.finish_copies(to_cast)
             if self._has_dirty():  # a region may fill pages that the previous call still reads
                 comfy_compat.hold_back_offload_streams(self.device)
             self.prefetcher.begin_first()
@@ -244,7 +247,7 @@ class StreamedWeights:
                     self._signature = signature
                     self.channels_last.forget()
                 # All three must be done: each returns whether it has changed something.
-                if has_changed | self.channels_last.arrange() | self._kept.restore():
+                if has_changed | self.channels_last.arrange() | self._small_tensors.restore():
                     self._note_addresses()
                 self._running += 1
         except torch.cuda.OutOfMemoryError:
@@ -257,7 +260,7 @@ class StreamedWeights:
         return True
 
     def _has_dirty(self) -> bool:
-        """Whether ComfyUI has declared what has arrived outdated: another LoRA."""
+        """Whether pages must be filled anew: they were declared outdated, or weights last came without room in them."""
         return None in [attributes.get(SIGNATURE) for attributes in self._attributes]
 
     def note_room(self, has_room: bool) -> None:
@@ -303,17 +306,28 @@ class StreamedWeights:
 
     def fill(self, layers: Sequence[nn.Module]) -> None:
         """Bring the weights of layers, whose pages are pinned, and apply their LoRAs."""
-        self.ring.wait_for_pins(layers)
         for some in _in_portions(layers):
+            self.finish_copies(some)
             with casts.cast(some, self.device) as stream:
                 comfy_compat.wait_for_stream(self.device, stream)
                 for layer in some:
                     casts.resolve(layer, self.host, self.device, returns=False)
 
+    def finish_copies(self, layers: Sequence[nn.Module]) -> bool:
+        """If the cast of these layers may fill other layers' pinned memory, have the CPU wait for copies out of that.
+
+        Return whether it may.
+        """
+        if not may_lose_pins(layers):
+            return False
+        comfy_compat.finish_offload_streams(self.device)
+        self.ring.finish_copies()
+        return True
+
     def _note_addresses(self) -> None:
         """Count a change of addresses or forms."""
         arrived = [attributes.get(name) for attributes in self._attributes for name in ARRIVED.values()]
-        tensors = [*self._kept.tensors(), *(tensor for tensor in arrived if isinstance(tensor, torch.Tensor))]
+        tensors = [*self._small_tensors.tensors(), *(tensor for tensor in arrived if isinstance(tensor, torch.Tensor))]
         forms = [(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
         if forms != self._forms:
             self._forms = forms
@@ -396,7 +410,8 @@ class StreamedSource:
         self.begin_staging(is_next=True)
         if self._cast is None:
             weights = self._weights
-            weights.ring.wait_for_pins(self._staging.left)
+            if not weights.ring.keeps_pins:
+                weights.finish_copies(self._staging.left)
             cast = casts.Cast(self._staging.left, weights.device)
             cast.resolve(weights.host, partial(weights.ring.take, self._staging))
             self._cast = cast

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,14 +25,17 @@ PAGE_BYTES, _IN_MEMORY = 32 * 2**20, 1
 
 
 def fault(place: Place) -> Any:
+    """Fill a place's pages with memory, and pin them; return their signature, or None if there is no room."""
     return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
 
 
 def unpin(place: Place) -> None:
+    """Take one fault of a place back."""
     comfy_compat.find(f"{comfy_compat.VBAR}.vbar_unpin")(place)
 
 
 def is_same(signature: Any, other: Any) -> bool:
+    """Whether a place's pages have not been emptied between two faults."""
     if signature is None or other is None or len(signature) != len(other):
         return False
     return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_signature_compare")(signature, other)
@@ -40,25 +43,24 @@ def is_same(signature: Any, other: Any) -> bool:
 
 def is_resident(place: Place) -> bool:
     """Whether all pages of a range are there, without asking for any."""
-    vbar, address, size = place
-    if not hasattr(vbar, "get_residency"):
-        return False
-    flags, first = vbar.get_residency(), address - vbar.base_addr
-    return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
+    return resident([place])[0]
 
 
-def resident_bytes(places: Iterable[Place]) -> int:
-    """Return the bytes of those places whose pages are all there, without asking for any. All are of one VBAR."""
-    places = list(places)
+def resident(places: Sequence[Place]) -> list[bool]:
+    """Return which of these places have all of their pages there, without asking for any. All are of one VBAR."""
     if not places or not hasattr(places[0][0], "get_residency"):
-        return 0
-    vbar = places[0][0]
-    flags, total = vbar.get_residency(), 0
+        return [False] * len(places)
+    vbar, found = places[0][0], []
+    flags = vbar.get_residency()
     for _, address, size in places:
         first = address - vbar.base_addr
-        pages = flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)]
-        total += size if all(flag & _IN_MEMORY for flag in pages) else 0
-    return total
+        found.append(all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)]))
+    return found
+
+
+def resident_bytes(places: Sequence[Place]) -> int:
+    """Return the bytes of those places whose pages are all there."""
+    return sum(size for (_, _, size), is_there in zip(places, resident(places), strict=True) if is_there)
 
 
 def span_of(places: Iterable[Place]) -> Place | None:
@@ -101,7 +103,7 @@ def _all_vbars() -> list[Any]:
 
 
 def is_evicted_soon(place: Place) -> bool:
-    """Whether the pages of a range are to go as soon as they are unpinned, or have gone. Unpinning them then waits."""
+    """Whether ComfyUI has given these pages up. Then a fault refuses them, and to unpin them waits for the GPU."""
     if fault(place) is None:
         return True
     unpin(place)

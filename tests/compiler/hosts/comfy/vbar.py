@@ -132,6 +132,9 @@ class Stream:
     def wait_stream(self, _: object) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
     def get(self, size: int, offset: int) -> tuple[Stream, int, int]:
         """Return a place in the buffer, as `comfy_aimdo.vram_buffer.VRAMBuffer` does."""
         self.casts += not offset

@@ -40,6 +40,9 @@ class LateEvent:
     def query(self) -> bool:
         return self.mark is None or self.mark.is_passed
 
+    def synchronize(self) -> None:
+        self._gpu.run_until(self.query)
+
     def elapsed_time(self, _: LateEvent) -> float:
         return 1.0
 

@@ -6,9 +6,14 @@ import random
 
 import pytest
 import torch
-from compiled_graphs.compiler.hosts.comfy.streaming.pins import may_take_pin
+from compiled_graphs.compiler.hosts.comfy import comfy_compat
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.hosts.comfy.streaming import streamed_weights
+from compiled_graphs.compiler.hosts.comfy.streaming.pins import may_lose_pins, may_take_pin
 from compiled_graphs.compiler.hosts.comfy.streaming.staging_ring import StagingRing
+from test_streamed_weights import assert_image, compiled
 from torch import nn
+from vbar import pin
 
 pinned_memory = pytest.importorskip("comfy.pinned_memory")
 pytestmark = pytest.mark.skipif(not hasattr(pinned_memory, "_steal_pin"), reason="this ComfyUI hands no memory on")
@@ -62,29 +67,58 @@ def test_it_is_known_when_comfyui_takes_a_layers_memory(seed, state):
     assert not may_take_pin(layer) or "pin" not in layer._pins["weights"]
 
 
-def test_a_layer_without_a_priority_may_take_any(state):
-    give_pin(layer_with(state, 8), 9)
-    assert may_take_pin(layer_with(state, 8))
-    assert not may_take_pin(layer_with(state, 64))
+def test_a_layer_that_was_never_cast_takes_none(state):
+    give_pin(layer_with(state, 8), 1)
+    assert may_take_pin(layer_with(state, 8, 2))
+    assert not may_take_pin(layer_with(state, 64, 2))
+    assert not may_take_pin(layer_with(state, 8))
+
+
+def test_layers_in_their_pages_take_none(state, vbar):
+    give_pin(layer_with(state, 64), 1)
+    layer = layer_with(state, 64, 2)
+    layer._v, layer._v_signature = vbar.alloc(size_of(layer)), None
+    assert may_lose_pins([layer])
+    layer._v_signature = vbar.fault(layer._v)
+    assert not may_lose_pins([layer])
+    vbar.unpin(layer._v)
+    vbar.evict()
+    assert may_lose_pins([layer])
 
 
 class Copies:
     """Stands for the event after the last copy."""
 
-    def __init__(self, is_over):
-        self.is_over, self.waits = is_over, 0
-
-    def query(self):
-        return self.is_over
+    def __init__(self):
+        self.waits = 0
 
     def synchronize(self):
         self.waits += 1
 
 
-@pytest.mark.parametrize(("is_over", "priority", "waits"), [(False, 5, 1), (True, 5, 0), (False, 1, 0)])
-def test_the_cpu_waits_for_copies_only_where_memory_may_be_taken(is_over, priority, waits, state):
-    give_pin(layer_with(state, 8), 3)
-    ring = StagingRing(torch.device("cpu"))
-    ring._copied = copies = Copies(is_over)
-    ring.wait_for_pins([layer_with(state, 8, priority), nn.ReLU()])
-    assert copies.waits == waits
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in for a VBAR lies in the CPU's memory")
+@pytest.mark.usefixtures("traced_once")
+@pytest.mark.parametrize("may_lose", [True, False])
+def test_nothing_is_copied_ahead_while_memory_may_be_taken(
+    may_lose, model, plain, sample, registry, vbar, streams, monkeypatch
+):
+    ours = compiled(model)
+    sample(ours, "tiny_sd15")
+    pin(model)
+    vbar.evict()
+    vbar.limit = 0
+    monkeypatch.setattr(comfy_compat, "can_bring_ahead", lambda: True)
+    monkeypatch.setattr(streamed_weights, "may_lose_pins", lambda layers: may_lose)
+    ring = streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).ring
+    ring._copied = copies = Copies()
+    staged, begin = [], StagingRing._begin_copy
+
+    def note(*args):
+        weights = begin(*args)
+        staged.append(weights is not None)
+        return weights
+
+    monkeypatch.setattr(StagingRing, "_begin_copy", note)
+    assert_image(sample, ours, plain, vbar, steps=2)
+    assert any(staged) != may_lose
+    assert bool(copies.waits) == may_lose

@@ -117,7 +117,7 @@ def test_copies_before_an_error_are_waited_for(layers, monkeypatch):
     monkeypatch.setattr(staging_ring, "has_room", fail_at_third)
     staging = Staging(layers, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="a fault failed"):
-        ring.stage(staging, HOST, KeptWeights())
+        ring.stage(staging, HOST, KeptWeights(), True)
     assert len(staging.origins) == 2
     assert staging.arrived is end
 
@@ -201,7 +201,7 @@ def test_a_later_region_waits_for_room_instead_of_being_left(layers, monkeypatch
     assert later.pending
     assert not later.left
     first.end()
-    assert ring.stage(later, HOST, KeptWeights())
+    assert ring.stage(later, HOST, KeptWeights(), True)
     assert not later.left
     for layer in layers:
         assert torch.equal(later.weights[id(vars(layer))]["_v_weight"], layer.weight)

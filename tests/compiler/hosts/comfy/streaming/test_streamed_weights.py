@@ -19,7 +19,7 @@ from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from compiled_graphs.compiler.tracing.side_effects import turns
 from recorders import repeat
 from rows import adapted, low_rank
-from vbar import PAGE, VBAR, stream
+from vbar import PAGE, VBAR, Stream, stream
 
 STEPS = 9
 BOUND = 2e-4
@@ -318,6 +318,34 @@ def test_a_buffer_that_finds_no_memory_is_too_little_memory(model, vbar, monkeyp
         casts.Cast(layers_of(model), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize("fails", ["the buffer", "the fault"])
+def test_a_cast_that_fails_half_way_leaves_nothing_pinned(fails, failing, model, vbar, streams, monkeypatch):
+    """ComfyUI's cast has faulted a layer with a LoRA, which needs a buffer, and has not noted that yet."""
+    ours = adapted(low_rank)(model, 1.0)
+    ours.patch_model(load_weights=False)
+    ours.load()
+    layers = [layer for layer in layers_of(ours) if layer.weight_lowvram_function is not None]
+    done = []
+
+    def fail_at(real):
+        def call(*args):
+            done.append(1)
+            if len(done) > failing:
+                raise RuntimeError("VRAM grow failed: 5 bytes" if fails == "the buffer" else "Fault failed: 2")
+            return real(*args)
+
+        return call
+
+    for owner, name in [(Stream, "get")] if fails == "the buffer" else [(VBAR, "fault")]:
+        monkeypatch.setattr(owner, name, fail_at(getattr(owner, name)))
+    with pytest.raises(RuntimeError, match=r"VRAM grow failed|Fault failed"):
+        casts.Cast(layers, torch.device("cpu"))
+    assert len(done) == failing + 1
+    assert vbar.pinned == 0
+    assert not any("_prefetch" in vars(layer) for layer in layers)
+
+
 def test_weights_are_let_go_whatever_a_call_ends_with(model, sample, registry, vbar, monkeypatch):
     ours = compiled(model, verify=False)
     sample(ours, "tiny_sd15", steps=2)
@@ -459,11 +487,11 @@ def test_small_weights_stay_where_captures_read_them(model, sample, registry, vb
     ours = compiled(model)
     weights = ours.object_patches["diffusion_model.forward"].compiled.weights
     sample(ours, "tiny_sd15", steps=2)
-    places = [tensor.data_ptr() for tensor in weights._kept.tensors()]
+    places = [tensor.data_ptr() for tensor in weights._small_tensors.tensors()]
     assert len(places) > 20
     for seed in range(2):
         sample(ours, "tiny_sd15", seed=seed)
-        assert [tensor.data_ptr() for tensor in weights._kept.tensors()] == places
+        assert [tensor.data_ptr() for tensor in weights._small_tensors.tensors()] == places
 
 
 def test_what_is_called_around_samplings_does_not_keep_the_patcher(model, registry, vbar):
