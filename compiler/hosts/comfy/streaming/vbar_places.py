@@ -47,15 +47,19 @@ def is_resident(place: Place) -> bool:
 
 
 def resident(places: Sequence[Place]) -> list[bool]:
-    """Return which of these places have all of their pages there, without asking for any. All are of one VBAR."""
-    if not places or not hasattr(places[0][0], "get_residency"):
-        return [False] * len(places)
-    vbar, found = places[0][0], []
-    flags = vbar.get_residency()
-    for _, address, size in places:
-        first = address - vbar.base_addr
-        found.append(all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)]))
-    return found
+    """Return which of these places have all of their pages there, without asking for any."""
+    known: dict[int, list[int]] = {}
+    return [_is_resident(place, known) for place in places]
+
+
+def _is_resident(place: Place, known: dict[int, list[int]]) -> bool:
+    """Look at the flags of a place's pages. `known` keeps those of each VBAR."""
+    vbar, address, size = place
+    if not hasattr(vbar, "get_residency"):
+        return False
+    flags = known[id(vbar)] if id(vbar) in known else known.setdefault(id(vbar), vbar.get_residency())
+    first = address - vbar.base_addr
+    return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
 
 
 def resident_bytes(places: Sequence[Place]) -> int:

@@ -11,9 +11,10 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.streaming import streamed_weights
 from compiled_graphs.compiler.hosts.comfy.streaming.pins import may_lose_pins, may_take_pin
 from compiled_graphs.compiler.hosts.comfy.streaming.staging_ring import StagingRing
+from compiled_graphs.compiler.hosts.comfy.streaming.vbar_places import resident
 from test_streamed_weights import assert_image, compiled
 from torch import nn
-from vbar import pin
+from vbar import PAGE, VBAR, pin
 
 pinned_memory = pytest.importorskip("comfy.pinned_memory")
 pytestmark = pytest.mark.skipif(not hasattr(pinned_memory, "_steal_pin"), reason="this ComfyUI hands no memory on")
@@ -84,6 +85,15 @@ def test_layers_in_their_pages_take_none(state, vbar):
     vbar.unpin(layer._v)
     vbar.evict()
     assert may_lose_pins([layer])
+
+
+def test_pages_of_two_vbars_are_told_apart(vbar):
+    other = VBAR(4 * PAGE)
+    places = [vbar.alloc(PAGE), other.alloc(PAGE)]
+    other.fault(places[1])
+    assert resident(places) == [False, True]
+    vbar.fault(places[0])
+    assert resident(places) == [True, True]
 
 
 class Copies:
