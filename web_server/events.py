@@ -137,7 +137,7 @@ def _running_workflow(otherwise: str = "") -> str:
         return otherwise
     if prompt_id not in _names:
         _names.clear()
-        _names[prompt_id] = workflow_id(current, extra.get("extra_pnginfo"))
+        _names[prompt_id] = workflow_id(current, extra.get("extra_pnginfo") if isinstance(extra, Mapping) else None)
     return _names.get(prompt_id, otherwise)
 
 
@@ -167,14 +167,14 @@ def request(
     )
 
 
-def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None) -> str:
+def workflow_id(prompt: Mapping[str, Any] | None, extra_pnginfo: Any) -> str:
     """Return the id the frontend gives a workflow, or a fingerprint of an API prompt's topology.
 
     The fingerprint takes node classes and links and leaves values out: with a new seed or prompt text it is the same
-    workflow.
+    workflow. ComfyUI passes on whatever a client sent as `extra_pnginfo`.
     """
-    workflow = (extra_pnginfo or {}).get("workflow") or {}
-    identity = str(workflow.get("id") or "")
+    workflow = extra_pnginfo.get("workflow") if isinstance(extra_pnginfo, Mapping) else None
+    identity = str(workflow.get("id") or "") if isinstance(workflow, Mapping) else ""
     if identity and identity != NO_ID:
         return identity
     topology = {

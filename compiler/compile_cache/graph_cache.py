@@ -225,7 +225,7 @@ class GraphCache:
             # The slowest one comes first, or everybody waits for it at the end.
             requests = sorted(requests, key=lambda request: -len(list(tensor_slots(request.module))))
             jobs = [partial(self.get_or_refuse, request, by, place) for request in requests]
-            outcomes = side_by_side(jobs, self.workers.count, check)
+            outcomes = side_by_side(jobs, max(1, self.workers.count), check)  # memory may just have run short
         else:  # on this thread, because tracing must stop after a cancellation
             if self.workers is not None:
                 self.workers.has_begun.set()

@@ -13,7 +13,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ START_LIMIT = 120.0
 
 
 class _Doubtful(Exception):
-    """A forked process has not compiled what it was asked for first."""
+    """A forked process has failed at its first order. Perhaps some library does not bear to be forked."""
 
 
 class WorkerError(ReasonedError):
@@ -254,7 +254,15 @@ class Workers:
             self._change.notify()
 
     def _start_process(self, backend: str, device: torch.device) -> _Process:
-        process = _Process(self._setup(backend, device), self._forked() or spawned())
+        """Raises WorkerError where the machine has no process or memory left, or the new process ends at once."""
+        with ExitStack() as after_an_error:
+            try:
+                channel = self._forked() or spawned()
+                after_an_error.callback(channel.kill)
+                process = _Process(self._setup(backend, device), channel)
+            except OSError as error:
+                raise WorkerError(ReasonCode.WORKER, f"could not start: {error}") from error
+            after_an_error.pop_all()
         self._running += 1
         return process
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -127,6 +128,33 @@ def test_failing_worker_leaves_it_to_this_process(workers, variant, monkeypatch)
     assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_PREFERRED)[1] == "compiled"
     with pytest.raises(WorkerError):
         GraphCache(workers=workers).get_or_compile(variant, by(counters), CompileIn.WORKER_REQUIRED)
+
+
+@pytest.mark.parametrize("fails", ["the start", "the first message"])
+def test_a_process_that_cannot_start_leaves_it_to_this_process(fails, workers, variant, monkeypatch):
+    """Such as at a container's limit of processes, or when the new one ends before it reads."""
+    started, real = [], workers_module.spawned
+
+    def start():
+        if fails == "the start":
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(real())
+        return started[-1]
+
+    def break_pipe(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    workers.stop()
+    monkeypatch.setattr(workers_module, "spawned", start)
+    if fails == "the first message":
+        monkeypatch.setattr(workers_module, "send", break_pipe)
+    cache, counters = GraphCache(workers=workers), Counters()
+    assert cache.get_or_compile(variant, by(counters), CompileIn.WORKER_PREFERRED)[1] == "compiled"
+    with pytest.raises(WorkerError, match="could not start"):
+        workers.compile(variant, "eager")
+    assert workers._running == 0
+    for channel in started:
+        channel.wait()  # it was ended, or this would take its whole limit
 
 
 def test_a_process_that_dies_is_replaced(workers, variant):
