@@ -104,15 +104,17 @@ class CompiledModel:
 
         Returns whether something has changed. Takes milliseconds if nothing has.
         """
-        if self._kinds.are_unchanged():
-            return False
-        modules = self._kinds.describe_again()
+        is_same = self._kinds.are_unchanged()
+        modules = self._kinds.modules() if is_same else self._kinds.describe_again()
+        # Also where nothing has changed since: what missed a graph in the last sampling had all regions described.
         for path, forward in list(self._forwards.items()):
             module, kind = modules.get(path), self._kinds.at(path)
             if module is not None and not forward.is_attached_to(module, kind):
                 forward.become(module, kind)
-        self._supply.use_pending()
-        return True
+                is_same = False
+        if not is_same:
+            self._supply.use_pending()
+        return not is_same
 
     def watch_over(self) -> bool:
         """Have one call of one region compared with eager, in turn, if it is time; return whether it is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import chain, starmap
-from operator import getitem, is_
+from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ from ..identity.low_rank import sizes_of
 from ..identity.memory_format import has_layouts
 from ..tracing.low_rank import Branch
 
+_FORWARD_HOOKS, _PRE_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
+
 
 class Changed(Exception):
     """A region has changed since it was described: its modules, settings, shapes or dtypes differ."""
@@ -42,9 +44,6 @@ class ModuleGuard:
         # The guard keeps dictionaries, not modules: a reference to the region itself would keep it alive.
         self._modules = [(weakref.ref(m), m.__dict__) for m in region.modules() if m is not region]
         self._attributes = [attributes for _, attributes in self._modules]
-        self._hooks = [
-            attributes[name] for attributes in self._attributes for name in ("_forward_hooks", "_forward_pre_hooks")
-        ]
         tables = [module._modules for module in region.modules()]
         self._child_tables = [table for table in tables if table]
         self._empty_child_tables = [table for table in tables if not table]
@@ -65,7 +64,9 @@ class ModuleGuard:
         """
         if global_forward_hooks or global_forward_pre_hooks:
             raise Unsupported(ReasonCode.GLOBAL_HOOK)
-        if any(self._hooks) and any(map(self._acts, chain.from_iterable(map(dict.values, self._hooks)))):
+        # Read anew each time: people remove all hooks of a module by giving it another dictionary.
+        hooks = [*map(_FORWARD_HOOKS, self._attributes), *map(_PRE_HOOKS, self._attributes)]
+        if any(hooks) and any(map(self._acts, chain.from_iterable(map(dict.values, hooks)))):
             raise Unsupported(ReasonCode.HOOK)
         if any(self._empty_child_tables) or self._current_children() != self._children:
             raise Changed
@@ -274,6 +275,8 @@ class TensorGuard:
     def __init__(self, network: nn.Module, host: Host, device: torch.device, weights: NetworkWeights) -> None:
         self._attributes = network.__dict__
         self._values = self._current_values()
+        self._seen = [ref for name in self._values if (ref := _weakly(self._attributes[name])) is not None]
+        """The values: another object can have the identity of one that is gone."""
         self._host = host
         self._weights = weights
         self._places = weights.places
@@ -291,7 +294,7 @@ class TensorGuard:
     @property
     def has_same_attributes(self) -> bool:
         """Whether the network's own attributes are unchanged. They can decide what its code does."""
-        return self._current_values() == self._values
+        return self._current_values() == self._values and all(ref() is not None for ref in self._seen)
 
     def _current(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         held = list(starmap(dict.get, self._slots))
@@ -306,3 +309,11 @@ class TensorGuard:
         # Each clone of a host's patcher has a stand-in of its own for the network's method.
         values = self._attributes.items()
         return {name: id(value) for name, value in values if not getattr(type(value), "stands_in", False)}
+
+
+def _weakly(value: Any) -> weakref.ref | None:
+    """Return a weak reference, or None for numbers, texts and containers, which have none."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return None

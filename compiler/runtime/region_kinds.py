@@ -108,12 +108,21 @@ class RegionKinds:
     def describe_again(self) -> dict[str, nn.Module]:
         """Describe all regions as they are now; return the modules at their paths, without those that are gone."""
         self._watch = self._describe_all(list(self._fingerprints))
+        return self.modules()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules at the regions' paths, without those that are gone."""
         modules = {path: self._submodule(path) for path in self._fingerprints}
         return {path: module for path, module in modules.items() if module is not None}
 
     def describe(self, path: str) -> RegionKind:
-        """Return the kind of a region that has changed: other modules, settings, dtypes, or another device."""
-        module = self._model().get_submodule(path)
+        """Return the kind of a region that has changed: other modules, settings, dtypes, or another device.
+
+        Raises Unsupported if no region is there any more, though other code may still run the one that was.
+        """
+        module = self._submodule(path)
+        if module is None:
+            raise Unsupported(ReasonCode.MODULE_REPLACED)
         if self.target.host.weights_say_device:
             tensors = chain(module.parameters(), module.buffers())
             self._go_to(next((tensor.device for tensor in tensors), self.target.device))

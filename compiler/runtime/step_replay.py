@@ -197,6 +197,10 @@ class StepReplay:
 
         Raises Unsupported if it is not to be captured.
         """
+        if torch.is_grad_enabled():
+            raise Unsupported(ReasonCode.GRADIENTS)
+        if torch.is_autocast_enabled(self._device.type):
+            raise Unsupported(ReasonCode.AUTOCAST)
         context = self._context.of(args, kwargs)
         if reason := self._host.capture_blocker(context, self._strings):
             raise Unsupported.of(reason)
@@ -333,7 +337,10 @@ class _OwnArguments:
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # so that any mode may fill it
-            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if 0 in value.stride():  # one number seen as many: nothing can be written to that
+                own = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            else:
+                own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self.tensors.append(own.copy_(value))
         return own
 

@@ -421,6 +421,48 @@ def test_a_hook_that_is_removed_makes_room_for_the_graph_again(registry):
     assert compiled.counters.eager_calls.total() == before == 1
 
 
+def test_a_hook_in_a_new_table_of_hooks_acts(registry):
+    """People remove all hooks of a layer by giving it another table."""
+    network = transformer()
+    reference, compiled = pair(network, registry)
+    network(tokens())
+    for each in (network, reference):
+        layer = each.blocks[0].mlp
+        layer._forward_hooks = OrderedDict()
+        layer.register_forward_hook(lambda module, args, output: output * 2)
+    x = tokens()
+    same(network(x), reference(x))
+    assert reasons(compiled) == [str(Reason(ReasonCode.HOOK))]
+
+
+def test_a_change_that_a_missing_graph_had_described_is_followed(registry):
+    """A graph that is missing in mid-sampling has all blocks described, also those that have changed before."""
+    network = transformer()
+    reference, compiled = pair(network, registry)
+    network(tokens())
+    network.blocks[0].eps = reference.blocks[0].eps = 0.5
+    compiled._kinds.describe_again()
+    assert compiled._kinds.are_unchanged()
+    assert compiled.follow()
+    x = tokens()
+    same(network(x), reference(x))
+    assert not compiled.follow()
+
+
+def test_a_changed_block_whose_path_is_gone_runs_eagerly(registry):
+    """Nodes that cache a first block put another list there, whose one member runs the blocks that were there."""
+    network = transformer()
+    reference, compiled = pair(network, registry)
+    network(tokens())
+    blocks, others = network.blocks, reference.blocks
+    network.blocks = nn.ModuleList([nn.Sequential(*blocks)])
+    for each in (blocks[1], others[1]):
+        each.mlp[1] = nn.ReLU()
+    x = tokens()
+    same(network(x), reference(x))
+    assert str(Reason(ReasonCode.MODULE_REPLACED)) in reasons(compiled)
+
+
 def test_hooks_on_the_region_itself_run_around_the_graph(registry):
     network = transformer()
     reference, compiled = pair(network, registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -101,6 +102,41 @@ def replayed(replay, network, *args, **kwargs):
 
 def x(batch=2):
     return torch.randn(batch, 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [(torch.enable_grad, ReasonCode.GRADIENTS), (lambda: torch.autocast("cpu"), ReasonCode.AUTOCAST)],
+)
+def test_calls_with_gradients_or_autocast_are_made(mode, reason, network):
+    """A replay would give a result that no gradient flows through, or that has the other dtype."""
+    replay, value = serving(network), x()
+    assert replayed(replay, network, value)
+    with mode():
+        assert python_calls(replay, network, value.requires_grad_(mode is torch.enable_grad)) == 1
+    assert replay.reason == Reason(reason)
+    assert replayed(replay, network, x())
+
+
+def test_another_object_with_the_identity_of_one_that_is_gone_is_seen(network):
+    """Extensions give a network a function of their own for one step, and take it back."""
+    network.body = partial(print, 0)
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    for number in range(1000):
+        before = id(network.body)
+        del network.body
+        network.body = partial(print, number)
+        if id(network.body) == before:
+            break
+    else:
+        pytest.skip("this Python gives a freed object's place to no other one of its size")
+    assert python_calls(replay, network, x()) == 1
+
+
+def test_inputs_that_are_one_number_seen_as_many_are_replayed(network):
+    replay = serving(network)
+    assert replayed(replay, network, torch.randn(1, 4).expand(3, 4), time=torch.randn(1).expand(3))
 
 
 def test_the_third_call_of_a_kind_is_replayed_with_its_own_inputs(network):
