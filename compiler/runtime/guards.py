@@ -276,7 +276,7 @@ class TensorGuard:
         self._attributes = network.__dict__
         self._values = self._current_values()
         self._seen = [ref for name in self._values if (ref := _weakly(self._attributes[name])) is not None]
-        """The values: another object can have the identity of one that is gone."""
+        """Those that are objects. One that is gone may have left its identity to another."""
         self._host = host
         self._weights = weights
         self._places = weights.places

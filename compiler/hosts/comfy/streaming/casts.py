@@ -29,7 +29,8 @@ class Cast:
     """The weights of some layers on their way, by ComfyUI's own cast. Their pages stay pinned until `end`.
 
     Weights without room in their pages come into a stream's buffer, which the next cast over that stream overwrites. So
-    they are copied out at once. Else a layer that is cast later, between blocks or within one, would overwrite them.
+    they are copied out at once. Otherwise a layer that is cast later, between blocks or within one, would overwrite
+    them.
     """
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
