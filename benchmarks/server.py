@@ -431,15 +431,18 @@ def write_gguf(path: Path, state: dict[str, Any], which: str, kind: str) -> None
 
 
 def low_rank(state: dict[str, Any], which: str, rank: int = 8) -> dict[str, Any]:
-    """Return a LoRA for the matrices that a pattern fits: layers that make queries and values."""
+    """Return a LoRA for the matrices that a pattern fits: layers that make queries and values.
+
+    It is so strong that another strength, or none, is another image for every model.
+    """
     import torch
 
     made = {}
     for name, weight in state.items():
         if is_matrix(name, weight, which):
             base = f"diffusion_model.{name.removesuffix('.weight')}"
-            made[f"{base}.lora_up.weight"] = (torch.randn(weight.shape[0], rank) * 0.02).half()
-            made[f"{base}.lora_down.weight"] = (torch.randn(rank, weight.shape[1]) * 0.02).half()
+            made[f"{base}.lora_up.weight"] = (torch.randn(weight.shape[0], rank) * 0.04).half()
+            made[f"{base}.lora_down.weight"] = (torch.randn(rank, weight.shape[1]) * 0.04).half()
     return made
 
 

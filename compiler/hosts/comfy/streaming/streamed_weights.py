@@ -243,7 +243,9 @@ class StreamedWeights:
                 if has_changed:
                     self._signature = None
                     comfy_compat.hold_back_offload_streams(self.device)
-                    self.fill(self._stale())
+                    if not self.fill(self._stale()):
+                        unpin(self._span)
+                        return False
                     self._signature = signature
                     self.channels_last.forget()
                 # All three must be done: each returns whether it has changed something.
@@ -304,14 +306,21 @@ class StreamedWeights:
         """Return the layers that have not arrived, or are outdated."""
         return [layer for layer in self.layers() if not casts.has_arrived(layer)]
 
-    def fill(self, layers: Sequence[nn.Module]) -> None:
-        """Bring the weights of layers, whose pages are pinned, and apply their LoRAs."""
+    def fill(self, layers: Sequence[nn.Module]) -> bool:
+        """Bring the weights of layers into their pages, which are pinned, and add LoRAs; return whether all got there.
+
+        What this allocates may be taken from the VBAR's end. Pinned pages stay there, but the library refuses them to a
+        cast, which brings the weights into a buffer instead. Then the pages keep what was in them before.
+        """
         for some in _in_portions(layers):
             self.finish_copies(some)
             with casts.cast(some, self.device) as stream:
                 comfy_compat.wait_for_stream(self.device, stream)
                 for layer in some:
                     casts.resolve(layer, self.host, self.device, returns=False)
+            if any(vars(layer)[SIGNATURE] is None for layer in some):
+                return False
+        return True
 
     def finish_copies(self, layers: Sequence[nn.Module]) -> bool:
         """If the cast of these layers may fill other layers' pinned memory, have the CPU wait for copies out of that.

@@ -13,7 +13,7 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.comfy import comfy_compat, install
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy.streaming import casts, vbar_places
+from compiled_graphs.compiler.hosts.comfy.streaming import casts, streamed_weights, vbar_places
 from compiled_graphs.compiler.runtime import step_replay
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from compiled_graphs.compiler.tracing.side_effects import turns
@@ -257,6 +257,31 @@ def test_a_lora_that_the_adapter_leaves_out_for_lack_of_memory_is_added(
         assert_image(sample, ours, theirs, vbar, steps=3)
     assert next(calls) > failing
     assert_image(sample, ours, theirs, vbar, steps=3)
+
+
+@pytest.mark.parametrize("at", [1, 7])
+def test_pages_that_are_given_up_while_loras_are_added_are_not_read(
+    at, model, plain, sample, registry, vbar, monkeypatch
+):
+    """Their arithmetic takes memory. The pages of later layers are pinned, but another fault of them is refused."""
+    from comfy.model_patcher import LowVramPatch
+
+    ours, plain_now = compiled(model, verify=False), adapted(low_rank)(plain, 1.0)
+    assert_image(sample, ours, plain, vbar)
+    expected = sample(plain_now, "tiny_sd15", steps=2)
+    add, calls = LowVramPatch.__call__, itertools.count(1)
+
+    def make_room(patch, weight):
+        if next(calls) == at:
+            vbar.make_room(vbar.limit)
+        return add(patch, weight)
+
+    monkeypatch.setattr(LowVramPatch, "__call__", make_room)
+    monkeypatch.setattr(streamed_weights, "FILL_BYTES", 2**18)
+    image = sample(adapted(low_rank)(ours, 1.0), "tiny_sd15", steps=2)
+    assert next(calls) > at
+    assert ((image - expected).norm() / expected.norm()).item() <= BOUND
+    assert vbar.pinned == 0
 
 
 def test_a_block_whose_weights_find_no_memory_at_all_runs_layer_by_layer(
