@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ....identity.memory_format import has_layouts, stride_in
-from .casts import has_arrived
+from .casts import declare_outdated, has_arrived
 from .vbar_places import ARRIVED, PLACE, unpin
 
 
@@ -40,8 +40,12 @@ class ChannelsLastInPlace:
             if attributes.get(ARRIVED["weight"]) is not weight or PLACE not in attributes:
                 continue
             if has_arrived(layer, keep=True):
-                attributes[ARRIVED["weight"]] = _lay_out(weight, torch.contiguous_format)
-                unpin(attributes[PLACE])
+                try:
+                    attributes[ARRIVED["weight"]] = _lay_out(weight, torch.contiguous_format)
+                except torch.cuda.OutOfMemoryError:
+                    declare_outdated([layer])  # its next call brings the weight anew
+                finally:
+                    unpin(attributes[PLACE])
 
     def forget(self) -> None:
         """Pages have been filled: look at all weights again."""
@@ -51,14 +55,14 @@ class ChannelsLastInPlace:
         """Bring the weights of convolutions, whose pages are pinned, into channels_last, unless that was done."""
         if not self._is_wanted or self._is_arranged:
             return False
-        kept = [(ref, weight) for ref, weight in self._arranged if (layer := ref()) is not None
-                and vars(layer).get(ARRIVED["weight"]) is weight]  # fmt: skip
+        self._arranged = [(ref, weight) for ref, weight in self._arranged if (layer := ref()) is not None
+                          and vars(layer).get(ARRIVED["weight"]) is weight]  # fmt: skip
         for layer in self._layers():
             weight = vars(layer).get(ARRIVED["weight"])
             if type(weight) is torch.Tensor and has_layouts(weight) and weight.is_contiguous():
                 weight = vars(layer)[ARRIVED["weight"]] = _lay_out(weight, torch.channels_last)
-                kept.append((weakref.ref(layer), weight))
-        self._arranged, self._is_arranged = kept, True
+                self._arranged.append((weakref.ref(layer), weight))
+        self._is_arranged = True
         return True
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from ....common.host import Host
 from .. import comfy_compat
-from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS, PLACE, SIGNATURE, resident
+from .casts import has_arrived
+from .vbar_places import ARRIVED, FUNCTIONS, LORA_FUNCTIONS, PLACE, resident
 
 SUBSETS = ("weights", "weights-loaded")
 """What ComfyUI calls the parts of its pinned memory that hold weights: of layers without and with room in pages."""
@@ -32,26 +33,28 @@ def weights_in_pins(layer: nn.Module, host: Host) -> torch.Tensor | None:
     return comfy_compat.pinned_bytes(layer, SUBSETS)
 
 
-def may_lose_pins(layers: Iterable[nn.Module]) -> bool:
-    """Whether one of these layers may take another layer's pinned memory when it is cast next."""
-    unpinned = [layer for layer in layers if not _has_pin(layer)]
-    are_there = resident([vars(layer)[PLACE] for layer in unpinned])
-    return any(
-        may_take_pin(layer)
-        for layer, is_there in zip(unpinned, are_there, strict=True)
-        if not is_there or vars(layer).get(SIGNATURE) is None  # others are in their pages, and are not cast
-    )
+def may_lose_pins(layers: Iterable[nn.Module], are_cast: bool = False) -> bool:
+    """Whether one of these layers may take another layer's pinned memory when it is cast next.
+
+    Layers that have arrived are not cast. Layers that were never cast count only if that happens now (`are_cast`): most
+    of them belong to a part of the network that is not used.
+    """
+    takers = [layer for layer in layers if may_take_pin(layer, are_cast)]
+    are_there = resident([vars(layer)[PLACE] for layer in takers])
+    # A page may be there and not be filled, since a fault of more pages than this layer's.
+    return any(not is_there or not has_arrived(layer) for layer, is_there in zip(takers, are_there, strict=True))
 
 
-def may_take_pin(layer: nn.Module) -> bool:
+def may_take_pin(layer: nn.Module, is_cast: bool = False) -> bool:
     """Whether ComfyUI may give this layer the pinned memory of another one, if it has to cast it.
 
-    Each layer gets a priority with its first cast. It takes from a layer of equal size and lower priority. A layer that
-    was never cast does not count: most such layers belong to a part of the network that is not used.
+    Each layer gets a priority with its first cast. It takes from a layer of equal size and lower priority. `is_cast`
+    says that a layer without a priority gets one now, which may be any.
     """
     pins, states = vars(layer).get("_pins") or {}, vars(layer).get("_pin_state") or {}
     priorities = [pins.get(subset, {}).get("balancer_priority") for subset in SUBSETS]
-    if not states or _has_pin(layer) or priorities == [None] * len(SUBSETS):
+    is_new = priorities == [None] * len(SUBSETS)
+    if not states or _has_pin(layer) or (is_new and not is_cast):
         return False
     size = _size(layer)
     lowest = [_lowest(states.get(subset), size) for subset in SUBSETS]

@@ -16,6 +16,7 @@ Layers without a place, of the low-VRAM modes, are cast by ComfyUI's function as
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -89,6 +90,8 @@ class StreamedWeights:
         """The range of the VBAR in which they all lie."""
         self._signature: Any = None
         """Of that range, when all of them had arrived."""
+        self._held: list[Any] = []
+        """The signatures of these layers then."""
         self._small_tensors = KeptTensors()
         self._moves = 0
         """Changes of addresses so far."""
@@ -136,6 +139,7 @@ class StreamedWeights:
 
     def begin_sampling(self) -> None:
         """Keep weights, and memory that they pass through, until `end_sampling`."""
+        self._let_go()  # of a sampling without this node, too
         self.ring.open()
         self.kept.open()
         self.kept.plan_again(*self._regions())
@@ -163,19 +167,16 @@ class StreamedWeights:
     @contextmanager
     def running(self, size: int) -> Iterator[None]:
         """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
-        is_held = self._span is not None and self.can_stream and self._hold(size)
+        span = self._span
+        is_held = span is not None and self.can_stream and self._hold(size)
         self._has_room = None
         self._calls += 1
         self._size = size
-        if is_held:
-            self.prefetcher.drop()
-        else:
-            to_cast = [layer for layer in self.layers() if self.kept.find(layer) is None]
-            self.ring.keeps_pins = not self.finish_copies(to_cast)
-            if self._has_dirty():  # a region may fill pages that the previous call still reads
-                comfy_compat.hold_back_offload_streams(self.device)
-            self.prefetcher.begin_first()
         try:
+            if is_held:
+                self.prefetcher.drop()
+            else:
+                self._begin_streaming()
             yield
         finally:
             try:
@@ -185,9 +186,17 @@ class StreamedWeights:
                 if is_held:
                     with self._lock:
                         self._running -= 1
-                    unpin(self._span)
+                    unpin(span)
         if self._has_room is False:  # not after a call that failed, perhaps for lack of memory
             self.prefetcher.begin_next_call()
+
+    def _begin_streaming(self) -> None:
+        """A call begins in which each region has its weights brought."""
+        to_cast = [layer for layer in self.layers() if self.kept.find(layer) is None]
+        self.ring.keeps_pins = not self.finish_copies(to_cast)
+        if None in self._signatures():  # a region may fill pages that the previous call still reads
+            comfy_compat.hold_back_offload_streams(self.device)
+        self.prefetcher.begin_first()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -239,14 +248,14 @@ class StreamedWeights:
             return False
         try:
             with self._lock:
-                has_changed = not is_same(signature, self._signature) or self._has_dirty()
+                has_changed = not is_same(signature, self._signature) or not self._are_as_held()
                 if has_changed:
                     self._signature = None
                     comfy_compat.hold_back_offload_streams(self.device)
                     if not self.fill(self._stale()):
                         unpin(self._span)
                         return False
-                    self._signature = signature
+                    self._signature, self._held = signature, self._signatures()
                     self.channels_last.forget()
                 # All three must be done: each returns whether it has changed something.
                 if has_changed | self.channels_last.arrange() | self._small_tensors.restore():
@@ -261,9 +270,14 @@ class StreamedWeights:
             raise
         return True
 
-    def _has_dirty(self) -> bool:
-        """Whether pages must be filled anew: they were declared outdated, or weights last came without room in them."""
-        return None in [attributes.get(SIGNATURE) for attributes in self._attributes]
+    def _signatures(self) -> list[Any]:
+        """Return each layer's signature: None if it was declared outdated, or last came without room in its pages."""
+        return [attributes.get(SIGNATURE) for attributes in self._attributes]
+
+    def _are_as_held(self) -> bool:
+        """Whether nobody has filled pages since they were held last. Each cast that does makes a new signature."""
+        now = self._signatures()
+        return len(now) == len(self._held) and all(map(operator.is_, now, self._held)) and None not in now
 
     def note_room(self, has_room: bool) -> None:
         """Note whether a region's weights found room in their pages."""
@@ -313,7 +327,7 @@ class StreamedWeights:
         cast, which brings the weights into a buffer instead. Then the pages keep what was in them before.
         """
         for some in _in_portions(layers):
-            self.finish_copies(some)
+            self.finish_copies(some, are_cast=True)
             with casts.cast(some, self.device) as stream:
                 comfy_compat.wait_for_stream(self.device, stream)
                 for layer in some:
@@ -322,12 +336,12 @@ class StreamedWeights:
                 return False
         return True
 
-    def finish_copies(self, layers: Sequence[nn.Module]) -> bool:
-        """If the cast of these layers may fill other layers' pinned memory, have the CPU wait for copies out of that.
+    def finish_copies(self, layers: Sequence[nn.Module], are_cast: bool = False) -> bool:
+        """If a cast of these layers may fill other layers' pinned memory, have the CPU wait for copies out of that.
 
-        Return whether it may.
+        Return whether it may. `are_cast` says that all of them are cast now.
         """
-        if not may_lose_pins(layers):
+        if not may_lose_pins(layers, are_cast):
             return False
         comfy_compat.finish_offload_streams(self.device)
         self.ring.finish_copies()
@@ -419,8 +433,7 @@ class StreamedSource:
         self.begin_staging(is_next=True)
         if self._cast is None:
             weights = self._weights
-            if not weights.ring.keeps_pins:
-                weights.finish_copies(self._staging.left)
+            weights.finish_copies(self._staging.left, are_cast=True)
             cast = casts.Cast(self._staging.left, weights.device)
             cast.resolve(weights.host, partial(weights.ring.take, self._staging))
             self._cast = cast

@@ -25,8 +25,14 @@ PAGE_BYTES, _IN_MEMORY = 32 * 2**20, 1
 
 
 def fault(place: Place) -> Any:
-    """Fill a place's pages with memory, and pin them; return their signature, or None if there is no room."""
-    return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
+    """Fill a place's pages with memory, and pin them; return their signature, or None if there is no room.
+
+    The library raises where another process has just taken the memory. A layer that cannot do without says so itself.
+    """
+    try:
+        return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)
+    except RuntimeError:
+        return None
 
 
 def unpin(place: Place) -> None:
@@ -59,7 +65,9 @@ def _is_resident(place: Place, known: dict[int, list[int]]) -> bool:
         return False
     flags = known[id(vbar)] if id(vbar) in known else known.setdefault(id(vbar), vbar.get_residency())
     first = address - vbar.base_addr
-    return all(flag & _IN_MEMORY for flag in flags[first // PAGE_BYTES : -(-(first + size) // PAGE_BYTES)])
+    start, end = first // PAGE_BYTES, -(-(first + size) // PAGE_BYTES)
+    # A VBAR has no more pages than the GPU has memory, but gives addresses beyond them.
+    return end <= len(flags) and all(flag & _IN_MEMORY for flag in flags[start:end])
 
 
 def resident_bytes(places: Sequence[Place]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,13 +22,15 @@ PAGE = 64 * 1024
 
 
 class VBAR:
-    """Pages of memory with a fixed address. Counts pins, and refuses pages from `limit` on.
+    """Pages of memory with a fixed address. Counts pins, and refuses pages from `limit` or `watermark` on.
 
-    `make_room` lowers that, as far as `kept` and past pages that are pinned, and counts how often it waits for the GPU.
+    `make_room` lowers the watermark until it has emptied enough, or as far as `kept`. It passes pages that are pinned:
+    these go once nobody pins them. Each load raises the watermark again.
     """
 
     def __init__(self, size: int) -> None:
-        self.max_size, self._ptr = size, 1
+        self.max_size = self.watermark = size
+        self._ptr = 1
         self.kept = self.waits = 0
         self.memory = torch.frombuffer(mmap.mmap(-1, size + PAGE), dtype=torch.uint8)  # takes only what is written to
         self.base = -(-self.memory.data_ptr() // PAGE) * PAGE
@@ -54,7 +56,7 @@ class VBAR:
         if self.fails:
             raise RuntimeError("Fault failed: 2")
         pages = self.pages(place)
-        if pages.stop * PAGE > self.limit:
+        if pages.stop * PAGE > min(self.limit, self.watermark):
             return None
         for page in pages:
             if page not in self.filled:
@@ -74,13 +76,24 @@ class VBAR:
         for page in self.pages(place):
             assert self.pins.get(page, 0) > 0, "unpinned more often than faulted"
             self.pins[page] -= 1
+        self._empty([page for page in self.pages(place) if page * PAGE >= self.watermark])
 
     def evict(self, share: float = 1.0) -> None:
         """Empty pages that nobody has pinned, from the end."""
-        for page in sorted(self.filled)[int(len(self.filled) * (1 - share)) :]:
-            if not self.pins.get(page):
-                self.filled.discard(page)
-                ctypes.memset(self.base + page * PAGE, 0xFF, PAGE)  # not a number
+        self._empty(sorted(self.filled)[int(len(self.filled) * (1 - share)) :])
+
+    def _empty(self, pages: Iterable[int]) -> int:
+        """Empty those of these pages that nobody has pinned; return how many."""
+        gone = [page for page in pages if page in self.filled and not self.pins.get(page)]
+        if gone:
+            self.wait()
+        for page in gone:
+            self.filled.discard(page)
+            ctypes.memset(self.base + page * PAGE, 0xFF, PAGE)  # not a number
+        return len(gone)
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
 
     def set_watermark_limit(self, size: int) -> None:
         assert self._ptr, "the library would write to an address that is not there"
@@ -88,12 +101,13 @@ class VBAR:
 
     def make_room(self, size: int) -> None:
         """Do what the library does before an allocation that would leave less than the headroom."""
-        if self.limit <= self.kept:
+        if self.watermark <= self.kept:
             return
         self.waits += 1
-        self.limit = max(self.kept, self.limit - size)
-        for page in [page for page in self.filled if page * PAGE >= self.limit and not self.pins.get(page)]:
-            self.filled.discard(page)
+        needed = math.ceil(size / PAGE)
+        while needed > 0 and self.watermark > self.kept:
+            self.watermark -= PAGE
+            needed -= self._empty([self.watermark // PAGE])
 
     @property
     def pinned(self) -> int:
@@ -174,6 +188,7 @@ def stream(patcher: Any, vbar: VBAR) -> Any:
         def load(self, *args: Any, **kwargs: Any) -> None:
             dirty = getattr(self.model, "streams", None) != self.patches_uuid
             self.model.streams = self.patches_uuid
+            vbar.watermark = vbar.max_size
             for path, layer in self.model.named_modules():
                 if not hasattr(layer, "comfy_cast_weights"):
                     _move(layer, _dtype)

@@ -114,6 +114,7 @@ class LateGpu(TorchDispatchMode):
         """Which of the next allocations fail, among those within `short_of_memory`."""
         self._allocations = 0
         self._is_short = False
+        self.before_allocation: Callable[[], None] | None = None
 
     @contextmanager
     def launching(self, stream: LateStream) -> Iterator[None]:
@@ -142,6 +143,8 @@ class LateGpu(TorchDispatchMode):
     def _allocate(self, function: Any) -> None:
         if not self._is_short or any(result.alias_info is not None for result in function._schema.returns):
             return
+        if self.before_allocation is not None:
+            self.before_allocation()
         self._allocations += 1
         if self._allocations in self.failing:
             self.failing.discard(self._allocations)
@@ -274,6 +277,5 @@ def late_gpu(vbar: VBAR, monkeypatch: pytest.MonkeyPatch) -> LateGpu:
     monkeypatch.setattr(management, "STREAMS", {device: streams})
     monkeypatch.setattr(management, "stream_counters", {device: 0})
     monkeypatch.setattr(management, "STREAM_AIMDO_CAST_BUFFERS", {stream: stream for stream in streams})
-    evict = vbar.evict
-    monkeypatch.setattr(vbar, "evict", lambda share=1.0: (gpu.synchronize(), evict(share)))
+    monkeypatch.setattr(vbar, "wait", gpu.synchronize)
     return gpu

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
-from compiled_graphs.compiler.hosts.comfy.streaming import casts
+from compiled_graphs.compiler.hosts.comfy.streaming import casts, streamed_weights
 from compiled_graphs.compiler.hosts.comfy.streaming.casts import Cast
 from compiled_graphs.compiler.hosts.comfy.streaming.channels_last import ChannelsLastInPlace
 from compiled_graphs.compiler.hosts.comfy.streaming.kept_weights import KeptWeights
@@ -78,6 +78,36 @@ def test_images_are_right_whatever_finds_no_memory(model, plain, sample, registr
         error = difference(image, right)
         assert error <= BOUND, f"strength {strength}, {share} of the pages: relative error {error:.1e}"
     assert failed > ROUNDS // 2 > eager_in_part
+
+
+def test_images_are_right_whatever_takes_pages(model, plain, sample, registry, vbar, late_gpu, monkeypatch):
+    """Some allocations for weights take pages from the VBAR's end."""
+    chosen, expected = random.Random(0), Expected(plain, sample)
+    ours = compiled(model, verify=False)
+    with late(late_gpu):
+        sample(ours, "tiny_sd15")
+
+    def take_pages():
+        if chosen.random() < 0.1:
+            vbar.make_room(chosen.randrange(vbar.size))
+
+    for owner, name in BRINGING:
+        monkeypatch.setattr(owner, name, late_gpu.short_of_memory(getattr(owner, name)))
+    monkeypatch.setattr(streamed_weights, "FILL_BYTES", 2**18)
+    before = vbar.waits
+    for _ in range(ROUNDS):
+        if chosen.random() < 0.5:
+            disturb(ours, vbar, chosen)
+        strength = chosen.choice(STRENGTHS)
+        right = expected.of(strength)
+        late_gpu.before_allocation = take_pages
+        with late(late_gpu):
+            image = sample(with_lora(ours, strength), "tiny_sd15", steps=STEPS)
+        late_gpu.before_allocation = None
+        error = difference(image, right)
+        assert error <= BOUND, f"strength {strength}: relative error {error:.1e}"
+        assert vbar.pinned == 0
+    assert vbar.waits > before
 
 
 class Expected:

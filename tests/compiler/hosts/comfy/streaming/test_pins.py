@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import comfy_compat
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
-from compiled_graphs.compiler.hosts.comfy.streaming import streamed_weights
+from compiled_graphs.compiler.hosts.comfy.streaming import streamed_weights, vbar_places
 from compiled_graphs.compiler.hosts.comfy.streaming.pins import may_lose_pins, may_take_pin
 from compiled_graphs.compiler.hosts.comfy.streaming.staging_ring import StagingRing
 from compiled_graphs.compiler.hosts.comfy.streaming.vbar_places import resident
@@ -67,11 +67,14 @@ def test_it_is_known_when_comfyui_takes_a_layers_memory(seed, state):
     assert may_take_pin(layer) == takes(layer, priority)
 
 
-def test_a_layer_that_was_never_cast_takes_none(state):
+def test_a_layer_takes_memory_with_its_first_cast(state):
     give_pin(layer_with(state, 8), 1)
     assert may_take_pin(layer_with(state, 8, 2))
     assert not may_take_pin(layer_with(state, 64, 2))
     assert not may_take_pin(layer_with(state, 8))
+    assert may_take_pin(layer_with(state, 8), is_cast=True)
+    assert not may_take_pin(layer_with(state, 64), is_cast=True)
+    assert takes(layer_with(state, 8), 2)
 
 
 def test_layers_in_their_pages_take_none(state, vbar):
@@ -84,6 +87,8 @@ def test_layers_in_their_pages_take_none(state, vbar):
     vbar.unpin(layer._v)
     vbar.evict()
     assert may_lose_pins([layer])
+    assert vbar_places.fault(layer._v) is not None
+    assert may_lose_pins([layer])  # its page is there again, and nothing in it
 
 
 def test_pages_of_two_vbars_are_told_apart(vbar):
@@ -93,6 +98,15 @@ def test_pages_of_two_vbars_are_told_apart(vbar):
     assert resident(places) == [False, True]
     vbar.fault(places[0])
     assert resident(places) == [True, True]
+
+
+def test_no_page_is_there_beyond_those_of_the_vbar(vbar, monkeypatch):
+    """ComfyUI has it reserve ten times the model, and comfy-aimdo no more than the GPU has."""
+    inside, beyond = vbar.alloc(PAGE), vbar.alloc(2 * PAGE)
+    vbar.fault(inside)
+    flags = vbar.get_residency()[:1]
+    monkeypatch.setattr(vbar, "get_residency", lambda: flags)
+    assert resident([inside, beyond]) == [True, False]
 
 
 class Copies:
@@ -117,7 +131,7 @@ def test_nothing_is_copied_ahead_while_memory_may_be_taken(
     vbar.evict()
     vbar.limit = 0
     monkeypatch.setattr(comfy_compat, "can_bring_ahead", lambda: True)
-    monkeypatch.setattr(streamed_weights, "may_lose_pins", lambda layers: may_lose)
+    monkeypatch.setattr(streamed_weights, "may_lose_pins", lambda layers, are_cast=False: may_lose)
     ring = streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).ring
     ring._copied = copies = Copies()
     staged, begin = [], StagingRing._begin_copy

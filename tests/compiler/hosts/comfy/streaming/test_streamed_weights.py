@@ -13,7 +13,8 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.hosts.comfy import comfy_compat, install
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy.streaming import casts, streamed_weights, vbar_places
+from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
+from compiled_graphs.compiler.hosts.comfy.streaming import casts, channels_last, streamed_weights, vbar_places
 from compiled_graphs.compiler.runtime import step_replay
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from compiled_graphs.compiler.tracing.side_effects import turns
@@ -176,6 +177,72 @@ def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vb
     assert_image(sample, ours, plain, vbar)
 
 
+def test_a_fault_that_fails_finds_no_room(vbar):
+    place = vbar.alloc(PAGE)
+    vbar.fails = True
+    assert vbar_places.fault(place) is None
+    assert vbar_places.is_evicted_soon(place)
+
+
+def test_weights_that_others_have_left_half_made_are_made_anew(model, plain, sample, registry, vbar, monkeypatch):
+    """In a sampling without the node, ComfyUI had brought a layer's weights, and failed to add its LoRA to them."""
+    from comfy.model_patcher import LowVramPatch
+
+    ours, theirs = (adapted(low_rank)(patcher, 1.0) for patcher in (compiled(model, verify=False), plain))
+    sample(ours, "tiny_sd15")
+    vbar.evict()
+    layer = next(layer for layer in layers_of(model) if layer.weight_lowvram_function is not None)
+    comfy_compat.find(casts.CAST)([layer], None, torch.device("cpu"), None, True)
+    resolve = comfy_compat.find("comfy.ops.resolve_cast_module_with_vbar")
+    with monkeypatch.context() as patch:
+        patch.setattr(LowVramPatch, "__call__", no_room)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            resolve(layer, torch.float32, torch.device("cpu"), torch.float32, None, True)
+    assert_image(sample, ours, theirs, vbar)
+
+
+def no_room(*_):
+    raise torch.cuda.OutOfMemoryError("no room")
+
+
+@pytest.fixture
+def arranged(model):
+    """Returns a model's weights, and one of its convolutions, whose weight a call has brought into channels_last."""
+    weights = streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST)
+    model.load()
+    weights.follow()
+    weights.begin_sampling()
+    weights.channels_last.begin()
+    assert not any(casts.has_arrived(layer) for layer in layers_of(model))  # their pages are there from now on
+    with weights.running(1):
+        assert weights.is_held
+    return weights, next(layer for layer in layers_of(model) if layer.weight.ndim == 4 and layer.weight.shape[-1] > 1)
+
+
+def is_channels_last(weight):
+    return weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_that_others_fill_in_between_calls_are_seen(arranged):
+    weights, layer = arranged
+    assert is_channels_last(layer._v_weight)
+    casts.declare_outdated([layer])
+    with casts.cast([layer], torch.device("cpu")):
+        casts.resolve(layer, HOST, torch.device("cpu"), returns=False)
+    assert not is_channels_last(layer._v_weight)
+    with weights.running(1):
+        assert is_channels_last(layer._v_weight)
+
+
+def test_too_little_memory_at_the_end_leaves_nothing_pinned(arranged, vbar, monkeypatch):
+    """To bring a weight back into order takes a copy of it."""
+    weights, layer = arranged
+    monkeypatch.setattr(channels_last, "_lay_out", no_room)
+    weights.channels_last.end()
+    assert vbar.pinned == 0
+    assert not casts.has_arrived(layer)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_block_that_fails_leaves_nothing_pinned(share, model, plain, sample, registry, vbar, monkeypatch):
     ours = compiled(model, verify=False)
@@ -273,7 +340,7 @@ def test_pages_that_are_given_up_while_loras_are_added_are_not_read(
 
     def make_room(patch, weight):
         if next(calls) == at:
-            vbar.make_room(vbar.limit)
+            vbar.make_room(vbar.max_size)
         return add(patch, weight)
 
     monkeypatch.setattr(LowVramPatch, "__call__", make_room)
