@@ -254,6 +254,10 @@ class Host:
         """
         return Reason(ReasonCode.HOST_SILENT)
 
+    def runs_inside(self, context: Mapping[str, Any]) -> bool:
+        """Whether other code runs inside of this call, before the regions. It may change them until the call ends."""
+        return False
+
     def steps(self, context: Mapping[str, Any]) -> int:
         """Return the number of steps of the sampling to which a call with these context arguments belongs."""
         return 0

@@ -109,7 +109,9 @@ class CompiledModel:
         # Also where nothing has changed since: what missed a graph in the last sampling had all regions described.
         for path, forward in list(self._forwards.items()):
             module, kind = modules.get(path), self._kinds.at(path)
-            if module is not None and not forward.is_attached_to(module, kind):
+            if module is None:
+                is_same &= not forward.leave()
+            elif not forward.is_attached_to(module, kind):
                 forward.become(module, kind)
                 is_same = False
         if not is_same:

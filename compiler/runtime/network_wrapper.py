@@ -77,6 +77,8 @@ class NetworkWrapper:
         self.sampling: Sampling = EachCall()
         """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
+        self._has_changed_inside = False
+        """Whether code inside of the last call had changed the network."""
         self._told: float | None = None
         """The gain that a person was told of, as measured by calls made both ways."""
 
@@ -90,6 +92,8 @@ class NetworkWrapper:
                 return self._call_plain(self.worth, args, kwargs)
         size = call_size(args, kwargs)
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), size)
+        if self.compiled.host.runs_inside(self._context_in(kwargs)):
+            call.on_first_region = self._look_inside
         with entered(call):
             self.on_call()
             timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call), self.device)
@@ -133,7 +137,7 @@ class NetworkWrapper:
     def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
         """Make a call while its weights are kept in place. One that runs out of memory is made again without that."""
         weights, size = self.compiled.weights, _size_of(args, kwargs)
-        context = {name: kwargs[name] for name in self.compiled.host.context_arguments & kwargs.keys()}
+        context = self._context_in(kwargs)
         again = _own_containers((args, kwargs | dict.fromkeys(context)))  # a UNet empties lists of residuals
         try:
             with weights.running(size):
@@ -160,18 +164,29 @@ class NetworkWrapper:
         background = self.compiled.background
         return background is not None and background.is_busy
 
+    def _context_in(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: kwargs[name] for name in self.compiled.host.context_arguments & kwargs.keys()}
+
     def _refresh(self) -> bool:
         """Before a sampling, check whether the network has changed since its graphs were made.
 
         Returns whether a block of this call is compared with eager.
         """
-        if not self.sampling.is_known():
+        if not self.sampling.is_known() or self._has_changed_inside:
+            self._has_changed_inside = False
             self.compiled.weights.follow()
             has_changed = self.compiled.follow()
             if self.step_replay is not None:
                 self.step_replay.start_over() if has_changed else self.step_replay.look()
             self.sampling.note()
         return self.compiled.watch_over()
+
+    def _look_inside(self) -> None:
+        """Check once more before the first block: what runs inside of the call may have changed the network by then."""
+        if self.compiled.follow():
+            self._has_changed_inside = True
+            if self.step_replay is not None:
+                self.step_replay.start_over()
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         installed: list[tuple[dict[str, Any], dict[str, Any]]] = []

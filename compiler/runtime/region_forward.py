@@ -99,13 +99,19 @@ class RegionForward:
     def become(self, module: nn.Module, kind: RegionKind) -> None:
         """Serve this module from now on, as a region of this kind."""
         self._module = weakref.ref(module)
+        self._is_left = False
         self._kind = kind
         self._modules = ModuleGuard(module, self._host)
         self._weights = WeightGuard(module, self._host, kind.device, self._owner.weights.of(module))
 
     def is_attached_to(self, module: nn.Module, kind: RegionKind) -> bool:
         """Whether it is attached to this module, as a region of this kind."""
-        return module is self._module() and kind is self._kind
+        return not self._is_left and module is self._module() and kind is self._kind
+
+    def leave(self) -> bool:
+        """Run eagerly from now on: nothing is at the region's path. Return whether it was attached so far."""
+        was_left, self._is_left = self._is_left, True
+        return not was_left
 
     def module(self) -> nn.Module | None:
         """Return the region, or None if it is gone."""
@@ -127,7 +133,7 @@ class RegionForward:
             return eager(*args, **kwargs)
         self._counters.add("calls")
         if running := running_call(self._owner):
-            running.regions += 1
+            running.note_region(self)
         try:
             have_functions = self._refresh_if_changed(module)
             context = self._check_call(args, kwargs)
@@ -251,6 +257,8 @@ class RegionForward:
 
         Returns whether weight functions act.
         """
+        if self._is_left:
+            raise Unsupported(ReasonCode.MODULE_REPLACED)
         try:
             have_functions = self._modules.check()
             self._weights.check()

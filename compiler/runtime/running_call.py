@@ -19,13 +19,19 @@ _thread = threading.local()
 class RunningCall:
     """One call of a compiled model's network."""
 
-    __slots__ = ("_repeat", "entries", "had_setup", "is_eager_in_part", "model", "regions", "shape", "was_replayed")
+    __slots__ = (
+        *("_first", "_repeat", "entries", "had_setup", "is_eager_in_part", "model", "on_first_region", "regions"),
+        *("shape", "was_replayed"),
+    )
 
     def __init__(
         self, model: object, repeat: Callable[[], ModelCall | None] = lambda: None, shape: tuple[int, ...] = ()
     ) -> None:
         """`repeat` returns what makes this call again at other sizes, or None if nobody can."""
         self._repeat = repeat
+        self._first: object | None = None
+        self.on_first_region: Callable[[], None] | None = None
+        """Called each time before the region that was called first: other code may run a network more than once."""
         self.model = model
         self.shape = shape
         """The call's `call_size`."""
@@ -39,6 +45,16 @@ class RunningCall:
         """Whether it was replayed as a whole."""
         self.had_setup = False
         """Whether something happened that the next such call does without: a compile, a load, a check or a capture."""
+
+    def note_region(self, region: object) -> None:
+        """A region is called."""
+        self.regions += 1
+        if self.on_first_region is None:
+            return
+        if self._first is None:
+            self._first = region
+        if self._first is region:
+            self.on_first_region()
 
     def repeated(self) -> ModelCall | None:
         """Return what makes this call again at other sizes, or None if nobody can."""

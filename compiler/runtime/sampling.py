@@ -1,6 +1,7 @@
 """When a network is checked for changes: once per sampling, if the host says when a sampling begins.
 
 Between two steps of a sampling only code that acts in each step changes a network, and a check takes milliseconds.
+Code that runs inside of a call can change it for the length of that call. Such a call is checked inside as well.
 If the host does not say when a sampling begins, every call is checked.
 """
 

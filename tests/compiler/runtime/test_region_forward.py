@@ -463,6 +463,29 @@ def test_a_changed_block_whose_path_is_gone_runs_eagerly(registry):
     assert str(Reason(ReasonCode.MODULE_REPLACED)) in reasons(compiled)
 
 
+def test_a_setting_of_a_block_whose_path_is_gone_is_followed(registry):
+    """The block runs eagerly from the next look at the network on, until its path leads to it again."""
+    network = transformer()
+    reference, compiled = pair(network, registry)
+    network(tokens())
+    blocks = network.blocks
+    network.blocks = nn.Sequential(OrderedDict(all=nn.Sequential(*blocks)))
+    for each in (blocks[1], reference.blocks[1]):
+        each.eps = 0.5
+    x = tokens()
+    assert compiled.follow()
+    same(network(x), reference(x))
+    assert str(Reason(ReasonCode.MODULE_REPLACED)) in reasons(compiled)
+    assert not compiled.follow()
+    network.blocks = blocks
+    for each in (blocks[1], reference.blocks[1]):
+        each.eps = blocks[0].eps
+    assert compiled.follow()
+    before = compiled.counters.eager_calls.total()
+    same(network(x), reference(x))
+    assert compiled.counters.eager_calls.total() == before
+
+
 def test_hooks_on_the_region_itself_run_around_the_graph(registry):
     network = transformer()
     reference, compiled = pair(network, registry)

@@ -256,9 +256,13 @@ class ComfyHost(Host):
             return Reason(ReasonCode.DEEP_CACHE)
         if any(options.get(PATCHES, {}).values()) or any(options.get(REPLACEMENTS, {}).values()):
             return Reason(ReasonCode.ANY_PATCH)
-        if any(options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS, {}).values()):
+        if self.runs_inside(context):
             return Reason(ReasonCode.NETWORK_WRAPPER)
         return self.unsupported_patch(context, string_constants)
+
+    def runs_inside(self, context: Mapping[str, Any]) -> bool:
+        options = context.get(OPTIONS) or {}
+        return any(options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS, {}).values())
 
     def steps(self, context: Mapping[str, Any]) -> int:
         sigmas = (context.get(OPTIONS) or {}).get(STEPS)

@@ -212,6 +212,27 @@ def test_an_object_patch_of_a_number_shows(load, registry, sample, order):
         assert same(sample(fast, NAME), theirs)
 
 
+@pytest.mark.parametrize("change", [tile, edit_heads, replace_attention], ids=lambda change: change.__name__)
+def test_what_a_wrapper_changes_for_the_length_of_a_call_shows(compiled, sample, monkeypatch, change):
+    """In turn with samplings without it: the network is the same before and after each call."""
+    patcher_extension = pytest.importorskip("comfy.patcher_extension", reason="this ComfyUI has no wrappers")
+    model, fast = compiled
+
+    def changing(executor, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            change(model.model.diffusion_model, patch)
+            return executor(*args, **kwargs)
+
+    ours, theirs = fast.clone(), model.clone()
+    for each in (ours, theirs):
+        each.add_wrapper_with_key(patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", changing)
+    plain, changed = sample(model, NAME), sample(theirs, NAME)
+    assert not same(changed, plain)
+    for _ in range(2):
+        assert same(sample(fast, NAME), plain)
+        assert same(sample(ours, NAME), changed)
+
+
 def test_a_block_that_is_replaced_and_freed(compiled, sample):
     model, fast = compiled
     sample(fast, NAME)
@@ -260,6 +281,17 @@ def test_a_network_is_looked_at_once_a_sampling(compiled, sample, looks):
         sample(fast, NAME, steps=5)
     once = hasattr(fast, "add_callback_with_key")
     assert len(looks) == (2 if once else 10)
+
+
+def test_a_network_is_looked_at_in_each_call_with_a_wrapper(compiled, sample, looks):
+    """Once before the sampling, and once inside of each call."""
+    patcher_extension = pytest.importorskip("comfy.patcher_extension", reason="this ComfyUI has no wrappers")
+    _, fast = compiled
+    clone = fast.clone()
+    wrapper = patcher_extension.WrappersMP.DIFFUSION_MODEL
+    clone.add_wrapper_with_key(wrapper, "test", lambda executor, *args, **kwargs: executor(*args, **kwargs))
+    sample(clone, NAME, steps=5)
+    assert len(looks) == 1 + 5
 
 
 def test_torch_is_as_it_was(compiled, sample):
