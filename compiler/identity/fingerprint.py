@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.attached import attached
 from ..common.host import Host
 from ..common.reason import Reason, Unsupported
 from .code_walk import Code, CodeWalk
@@ -48,20 +48,20 @@ class Description:
     """Why the fingerprint is incomplete; None if it is not. A region with a reason here must not use a graph."""
 
 
-_networks: weakref.WeakKeyDictionary[nn.Module, tuple[Host, Description, Watch]] = weakref.WeakKeyDictionary()
+_DESCRIBED = "description of the whole network"
 
 
 def describe_network(network: nn.Module, host: Host) -> tuple[Description, Watch]:
     """Describe a whole network, which takes half a second, and remember that while nothing changes."""
     describer = Describer(host)
     description = describer.describe(network)
-    _networks[network] = host, description, describer.watch
+    attached(network)[_DESCRIBED] = host, description, describer.watch
     return description, describer.watch
 
 
 def network_code(network: nn.Module, host: Host) -> tuple[frozenset[str], Watch]:
     """Return the string constants of a network's code, and a watch that holds now."""
-    known_host, description, watch = _networks.get(network, (None, None, None))
+    known_host, description, watch = attached(network).get(_DESCRIBED, (None, None, None))
     if known_host is not host or not watch.holds():
         description, watch = describe_network(network, host)
     return description.string_constants, watch

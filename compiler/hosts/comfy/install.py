@@ -16,6 +16,7 @@ from torch import nn
 from ...backends import AUTO, choose_backend
 from ...backends.base import Backend
 from ...backends.inductor.float8 import FEWEST_WEIGHTS
+from ...common.attached import attached
 from ...common.devices import current
 from ...common.reason import Reason, Unsupported
 from ...common.words import Words, join, say
@@ -67,7 +68,7 @@ log = logging.getLogger(__name__)
 Report = ProgressReport | BackgroundReport
 
 
-_step_replays: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, StepReplay]] = weakref.WeakKeyDictionary()
+_STEP_REPLAY = "step replay"
 _worths: weakref.WeakKeyDictionary[nn.Module, dict[tuple, Worth]] = weakref.WeakKeyDictionary()
 """By network, and by what clones have in common that run the same graphs."""
 
@@ -479,11 +480,11 @@ def _step_replay(target: PatchedNetwork, chosen: Chosen, built: Built) -> StepRe
     A node runs again when a LoRA before it changes. The captures that were made for its last clone still hold.
     """
     what = _same_graphs(target, chosen)
-    known, replay = _step_replays.get(target.network, (None, None))
+    known, replay = attached(target.network).get(_STEP_REPLAY, (None, None))
     if known != what:
         capture, weights = capture_within(chosen.backend.capture_context), built.compiled.weights
         replay = StepReplay(target.network, HOST, target.device, built.compiled.counters, capture, weights)
-        _step_replays[target.network] = what, replay
+        attached(target.network)[_STEP_REPLAY] = what, replay
     return replay
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import types
+import weakref
+
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import compile as host
@@ -208,6 +212,36 @@ def test_compiled_twice_ends_one_set_of_recordings(model, sample, registry):
     ours = compiled(once)
     assert len(ours.get_all_callbacks("on_cleanup")) == len(once.get_all_callbacks("on_cleanup"))
     assert_image(sample, ours, model, STEPS - 3)
+
+
+def scale_by_closure(network):
+    norm = network.middle_block[1].transformer_blocks[0].norm1
+    plain, this = type(norm).forward, weakref.ref(norm)
+    norm.forward = lambda x: plain(this(), x) * (2 if network.num_classes is None else 3)
+
+
+def scale_by_helper(network):
+    norm = network.middle_block[1].transformer_blocks[0].norm1
+    plain, this, helper = type(norm).forward, weakref.ref(norm), types.SimpleNamespace(network=network, factor=2.0)
+    norm.forward = lambda x: plain(this(), x) * helper.factor
+
+
+@pytest.mark.parametrize("change", [scale_by_closure, scale_by_helper], ids=lambda change: change.__name__)
+def test_a_network_goes_that_an_extensions_function_leads_to(change, load, sample, registry):
+    """What was read of it is remembered, also the function and what that closes over."""
+    import comfy.model_management as management
+
+    model = load("tiny_sd15")
+    network = model.model.diffusion_model
+    change(network)
+    ours = compiled(model)
+    sample(ours, "tiny_sd15", steps=STEPS)
+    gone = weakref.ref(network)
+    del model, network, ours
+    management.unload_all_models()
+    management.current_loaded_models.clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_error_in_the_middle_of_a_sampling_drops_them(model, sample, registry):
