@@ -92,24 +92,25 @@ class CompiledModel:
     def forwards(self) -> dict[str, RegionForward]:
         """Return what takes the place of each region's `forward`, by path: whoever installs them keeps them alive."""
         network, made = self._kinds.model(), []  # a list, or the weak dictionary would lose them at once
-        for path in self._kinds.paths():
+        for place, path in enumerate(self._kinds.paths()):
             if path not in self._forwards:
-                forward = RegionForward(network.get_submodule(path), path, self._kinds.at(path), self)
+                forward = RegionForward(network.get_submodule(path), path, self._kinds.at(path), self, place)
                 self._forwards[path] = forward
                 made.append(forward)
         return dict(self._forwards)
 
-    def follow(self) -> bool:
-        """See, before a sampling, whether the regions are still what was described; go on as what they are now.
+    def follow(self, is_inside: bool = False) -> bool:
+        """See whether the regions are still what was described; go on as what they are now.
 
-        Returns whether something has changed. Takes milliseconds if nothing has.
+        Returns whether something has changed. Takes milliseconds if nothing has. Inside of a call each module has its
+        forward already. So one that is not at its path runs eagerly, and the one that is there gets no forward.
         """
         is_same = self._kinds.are_unchanged()
         modules = self._kinds.modules() if is_same else self._kinds.describe_again()
         # Also where nothing has changed since: what missed a graph in the last sampling had all regions described.
         for path, forward in list(self._forwards.items()):
             module, kind = modules.get(path), self._kinds.at(path)
-            if module is None:
+            if module is None or (is_inside and module is not forward.module()):
                 is_same &= not forward.leave()
             elif not forward.is_attached_to(module, kind):
                 forward.become(module, kind)

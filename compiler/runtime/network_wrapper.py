@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -93,7 +94,7 @@ class NetworkWrapper:
         size = call_size(args, kwargs)
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), size)
         if self.compiled.host.runs_inside(self._context_in(kwargs)):
-            call.on_first_region = self._look_inside
+            call.on_pass = partial(self._look_inside, call)
         with entered(call):
             self.on_call()
             timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call), self.device)
@@ -181,10 +182,10 @@ class NetworkWrapper:
             self.sampling.note()
         return self.compiled.watch_over()
 
-    def _look_inside(self) -> None:
+    def _look_inside(self, call: RunningCall) -> None:
         """Check once more before the first block: what runs inside of the call may have changed the network by then."""
-        if self.compiled.follow():
-            self._has_changed_inside = True
+        if self.compiled.follow(is_inside=True):
+            self._has_changed_inside = call.had_setup = True
             if self.step_replay is not None:
                 self.step_replay.start_over()
 

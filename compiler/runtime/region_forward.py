@@ -86,7 +86,9 @@ class RegionForward:
     inner = None
     """It is only ever put in the place of the class's own `forward`."""
 
-    def __init__(self, module: nn.Module, path: str, kind: RegionKind, owner: Owner) -> None:
+    def __init__(self, module: nn.Module, path: str, kind: RegionKind, owner: Owner, place: int = 0) -> None:
+        """`place` is the region's among all regions of its model."""
+        self.place = place
         self._path = path
         self._owner = owner
         self._host = owner.host
@@ -109,7 +111,7 @@ class RegionForward:
         return not self._is_left and module is self._module() and kind is self._kind
 
     def leave(self) -> bool:
-        """Run eagerly from now on: nothing is at the region's path. Return whether it was attached so far."""
+        """Run eagerly from now on: the region is not at its path any more. Return whether it was attached so far."""
         was_left, self._is_left = self._is_left, True
         return not was_left
 
@@ -133,7 +135,7 @@ class RegionForward:
             return eager(*args, **kwargs)
         self._counters.add("calls")
         if running := running_call(self._owner):
-            running.note_region(self)
+            running.note_region(self.place)
         try:
             have_functions = self._refresh_if_changed(module)
             context = self._check_call(args, kwargs)

@@ -20,8 +20,8 @@ class RunningCall:
     """One call of a compiled model's network."""
 
     __slots__ = (
-        *("_first", "_repeat", "entries", "had_setup", "is_eager_in_part", "model", "on_first_region", "regions"),
-        *("shape", "was_replayed"),
+        *("_last", "_repeat", "entries", "had_setup", "is_eager_in_part", "model", "on_pass", "regions", "shape"),
+        "was_replayed",
     )
 
     def __init__(
@@ -29,9 +29,9 @@ class RunningCall:
     ) -> None:
         """`repeat` returns what makes this call again at other sizes, or None if nobody can."""
         self._repeat = repeat
-        self._first: object | None = None
-        self.on_first_region: Callable[[], None] | None = None
-        """Called each time before the region that was called first: other code may run a network more than once."""
+        self._last = -1
+        self.on_pass: Callable[[], None] | None = None
+        """Called before the first region of each pass through them: other code may run a network more than once."""
         self.model = model
         self.shape = shape
         """The call's `call_size`."""
@@ -46,15 +46,12 @@ class RunningCall:
         self.had_setup = False
         """Whether something happened that the next such call does without: a compile, a load, a check or a capture."""
 
-    def note_region(self, region: object) -> None:
-        """A region is called."""
+    def note_region(self, place: int) -> None:
+        """A region is called, which has this place among all. One that does not come later begins another pass."""
         self.regions += 1
-        if self.on_first_region is None:
-            return
-        if self._first is None:
-            self._first = region
-        if self._first is region:
-            self.on_first_region()
+        if self.on_pass is not None and (self.regions == 1 or place <= self._last):
+            self.on_pass()
+        self._last = place
 
     def repeated(self) -> ModelCall | None:
         """Return what makes this call again at other sizes, or None if nobody can."""

@@ -1,7 +1,8 @@
 """When a network is checked for changes: once per sampling, if the host says when a sampling begins.
 
-Between two steps of a sampling only code that acts in each step changes a network, and a check takes milliseconds.
-Code that runs inside of a call can change it for the length of that call. Such a call is checked inside as well.
+Between two steps of a sampling only code around the network's calls changes it, and a check takes milliseconds. Where
+there is such code, every call is checked. Code that runs inside of a call can change the network for the length of that
+call. Such a call is checked inside as well.
 If the host does not say when a sampling begins, every call is checked.
 """
 
@@ -39,11 +40,11 @@ class Announced:
     """For a host that says when a sampling begins and ends. A call outside a sampling is checked."""
 
     def __init__(self) -> None:
-        self._is_running = self._checked = False
+        self._is_running = self._checked = self._checks_each = False
 
-    def begin(self) -> None:
-        """Say that a sampling begins."""
-        self._is_running, self._checked = True, False
+    def begin(self, checks_each: bool = False) -> None:
+        """Say that a sampling begins, and whether each of its calls is to be checked."""
+        self._is_running, self._checked, self._checks_each = True, False, checks_each
 
     def end(self) -> None:
         """Say that the sampling is over."""
@@ -51,7 +52,7 @@ class Announced:
 
     def is_known(self) -> bool:
         """Return whether the network was checked since the sampling began."""
-        return self._is_running and self._checked
+        return self._is_running and self._checked and not self._checks_each
 
     def note(self) -> None:
         """Record that the network was checked, if a sampling is running."""

@@ -107,6 +107,7 @@ BLOCK = "block"
 WRAPPERS = "wrappers"
 STEP = "sigmas"
 STEPS = "sample_sigmas"
+CONDITIONINGS = "uuids"
 ATTENTION_OVERRIDE = "optimized_attention_override"
 CACHE = "past_key_value"
 """Argument of a language model's blocks: what it keeps of the tokens before, while it generates text."""
@@ -121,6 +122,9 @@ TEXT_METHOD = "preprocess_text_embeds"
 
 NETWORK_WRAPPERS = "diffusion_model"
 """Key of a network's wrappers in `transformer_options["wrappers"]`."""
+
+_AROUND_CALLS = ("predict_noise", "calc_cond_batch", "apply_model")
+"""Keys of the wrappers around a network's calls."""
 
 FUNCTION_WRAPPER = "model_function_wrapper"
 """Key of `model_options` for the one function that wraps the model's call."""
@@ -416,6 +420,16 @@ def call_around_samplings(patcher: Any, key: str, begin: Callable | None, end: C
     for moment, function in zip(_moments(), (begin, end)):
         if function is not None:
             patcher.add_callback_with_key(moment, key, function)
+
+
+def wraps_calls(patcher: Any) -> bool:
+    """Whether other code runs around each call of the model. It may change the network in some steps only."""
+    wrapper = patcher.model_options.get(FUNCTION_WRAPPER)
+    while getattr(wrapper, "keeps_network", False):
+        wrapper = wrapper.inner
+    options = patcher.model_options.get(OPTIONS, {})
+    groups = getattr(patcher, "wrappers", {}), options.get(WRAPPERS, {})
+    return wrapper is not None or any(any(group.get(kind, {}).values()) for group in groups for kind in _AROUND_CALLS)
 
 
 def wraps_samplings(patcher: Any) -> bool:

@@ -8,6 +8,7 @@ nothing, for as long as the call lasts. So blocks that are compiled stay compile
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +22,12 @@ from torch import nn
 from ...common.compare import relative_error
 from ...common.words import Words, join, say
 from . import comfy_compat
-from .comfy_compat import OPTIONS, PATCHES, STEP
+from .comfy_compat import CONDITIONINGS, OPTIONS, PATCHES, STEP
 
 MARK = "compiled_graphs.deep_cache"
 """Transformer option of calls that go through a DeepCache: no two of them need be alike."""
 
-_CALLBACKS_KEY = MARK
+_numbers = itertools.count()
 TOO_OLD = say("this ComfyUI does not say when a sampling begins. Update it to 0.3.10 or newer.")
 
 _ACT_BETWEEN_BLOCKS = frozenset(
@@ -94,14 +95,18 @@ def use_deep_cache(patcher: Any, settings: Settings, on_end: Callable[[str], Non
     except ValueError as reason:
         return patcher, say("Without DeepCache: {reason}", reason=reason.args[0])
     clone.set_model_unet_function_wrapper(cache)
-    comfy_compat.forget_callbacks(clone, _CALLBACKS_KEY)
-    comfy_compat.call_around_samplings(clone, _CALLBACKS_KEY, cache.begin, cache.end)
+    if isinstance(inner, DeepCache):  # another one, within somebody else's wrapper, goes on
+        comfy_compat.forget_callbacks(clone, inner.callbacks_key)
+    comfy_compat.call_around_samplings(clone, cache.callbacks_key, cache.begin, cache.end)
     cache.on_end = on_end
     return clone, cache.text()
 
 
 class DeepCache:
     """A `model_function_wrapper` of ComfyUI's ModelPatcher. Belongs to one patched clone."""
+
+    keeps_network = True
+    """It changes nothing in the network."""
 
     def __init__(self, network: nn.Module, settings: Settings, inner: Callable | None = None) -> None:
         """`inner` is the wrapper that was there before.
@@ -112,6 +117,7 @@ class DeepCache:
             raise ValueError(reason)
         self.settings = settings
         self.inner = inner
+        self.callbacks_key = f"{MARK} {next(_numbers)}"
         above = sum(list(network.num_res_blocks)[: settings.layer])
         self.depth = min(above + settings.block + 1, len(network.input_blocks) - 1)
         """Number of the last input block that a shallow step computes."""
@@ -123,6 +129,8 @@ class DeepCache:
         """Why the last step was whole although its turn was to be shallow."""
         self._network = weakref.ref(network)
         self._features: dict[Any, torch.Tensor] = {}
+        self._sampling: Callable[[], Any] = lambda: None
+        """Returns the `model_sampling` of the model that samples."""
         self._sigmas: Any = None
         self._step = -1
         self._calls = 0
@@ -133,7 +141,8 @@ class DeepCache:
             return self._forward(apply_model, arguments)
         options = arguments["c"].get(OPTIONS, {})
         self._note_step(apply_model, arguments["timestep"], options)
-        key = (self._calls, arguments["input"].shape, tuple(arguments.get("cond_or_uncond", ())))
+        which = tuple(arguments.get("cond_or_uncond", ())), tuple(options.get(CONDITIONINGS, ()))
+        key = (self._calls, arguments["input"].shape, which)
         self._calls += 1
         feature = self._features.get(key)
         self.reason = self._reason(options)
@@ -151,8 +160,10 @@ class DeepCache:
         """ComfyUI of 2024 copies a patcher's options whole when it clones it."""
         return self
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, patcher: Any = None) -> None:
         """Forget all of the last sampling, which may not have come to its end."""
+        sampling = getattr(getattr(patcher, "model", None), "model_sampling", None)
+        self._sampling = weakref.ref(sampling) if sampling is not None else lambda: None
         self._features.clear()
         self._sigmas, self._step, self.whole, self.shallow = None, -1, 0, 0
 
@@ -187,7 +198,10 @@ class DeepCache:
         start, end = self.settings.start, self.settings.end
         if start <= 0 and end >= 1000:
             return True  # without waiting for the GPU to tell
-        sampling = apply_model.__self__.model_sampling
+        model = getattr(apply_model, "__self__", None)  # none where a wrapper around this one hands on its own function
+        sampling = getattr(model, "model_sampling", None) or self._sampling()
+        if sampling is None:
+            return False
         return start <= 999 - float(sampling.timestep(timestep[:1])[0]) <= end
 
     def _reason(self, options: Mapping[str, Any]) -> str:
@@ -216,7 +230,7 @@ class DeepCache:
     def _compare(
         self, apply_model: Callable, arguments: Mapping[str, Any], key: Any, feature: torch.Tensor
     ) -> torch.Tensor:
-        """Run a step both ways, once, and hand on the whole one."""
+        """Run a step both ways, once. Hand on the shallow one, and keep its feature, as in every other sampling."""
         device = arguments["input"].device
         seconds, results = [], []
         for run, with_what in ((self._run_shallow, feature), (self._run_whole, key)) * 2:
@@ -225,9 +239,10 @@ class DeepCache:
             results.append(run(apply_model, _own_control(arguments), with_what))
             _wait(device)
             seconds.append(time.perf_counter() - start)
-        self.whole, self.shallow = self.whole - (self._calls == 1), self.shallow - 2 * (self._calls == 1)
+        self._features[key] = feature
+        self.whole, self.shallow = self.whole - 2 * (self._calls == 1), self.shallow - (self._calls == 1)
         self.comparison = Comparison(seconds[3], seconds[2], relative_error(results[2], results[3]))
-        return results[3]
+        return results[2]
 
     @contextmanager
     def _keeping(self, key: Any) -> Iterator[None]:

@@ -409,7 +409,12 @@ def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
     _call_around_samplings(target, _if_compiled(built, weights.begin_sampling), weights.end_sampling)
     for each in built.wrappers:
         each.sampling = sampling = Announced()
-        _call_around_samplings(target, sampling.begin, sampling.end)
+        _call_around_samplings(target, None, sampling.end)
+        comfy_compat.call_around_samplings(target.patcher, CALLBACKS_KEY, partial(_begin, sampling), None)
+
+
+def _begin(sampling: Announced, patcher: Any) -> None:
+    sampling.begin(comfy_compat.wraps_calls(patcher))
 
 
 def _arrange_weights(target: PatchedNetwork, chosen: Chosen, built: Built) -> None:

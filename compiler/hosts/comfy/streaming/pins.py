@@ -56,6 +56,8 @@ def may_take_pin(layer: nn.Module, is_cast: bool = False) -> bool:
     is_new = priorities == [None] * len(SUBSETS)
     if not states or _has_pin(layer) or (is_new and not is_cast):
         return False
+    if not any(_buckets(states.get(subset)) for subset in SUBSETS):
+        return False
     size = _size(layer)
     lowest = [_lowest(states.get(subset), size) for subset in SUBSETS]
     return any(low is not None and (own is None or own > low) for own, low in zip(priorities, lowest, strict=True))
@@ -72,12 +74,15 @@ def _size(layer: nn.Module) -> int | None:
     return None if function is None else function([layer._parameters.get(name) for name in ARRIVED])
 
 
+def _buckets(state: Any) -> dict[int, list]:
+    """Return the layers that have pinned memory, by its size."""
+    buckets = state[-1] if isinstance(state, (tuple, list)) and state else None
+    return buckets if isinstance(buckets, dict) else {}
+
+
 def _lowest(state: Any, size: int | None) -> int | None:
     """Return the lowest priority of layers of this size that have pinned memory; of all sizes, if it is not known."""
-    buckets = state[-1] if isinstance(state, (tuple, list)) and state else None
-    if not isinstance(buckets, dict):
-        return None
-    found = [bucket for each, bucket in buckets.items() if size in (None, each)]
+    found = [bucket for each, bucket in _buckets(state).items() if size in (None, each)]
     # Each is sorted, the lowest priority last. Entries without a layer are of memory that has been given up.
     last = [next((entry for entry in reversed(bucket) if entry[-1] is not None), None) for bucket in found]
     return min((-entry[0] for entry in last if entry is not None), default=None)

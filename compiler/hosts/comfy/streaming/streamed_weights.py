@@ -139,6 +139,7 @@ class StreamedWeights:
 
     def begin_sampling(self) -> None:
         """Keep weights, and memory that they pass through, until `end_sampling`."""
+        self.follow()
         self._let_go()  # of a sampling without this node, too
         self.ring.open()
         self.kept.open()
@@ -168,7 +169,7 @@ class StreamedWeights:
     def running(self, size: int) -> Iterator[None]:
         """Hold the weights on the device during a call, if they are there; if not, each region has its own brought."""
         span = self._span
-        is_held = span is not None and self.can_stream and self._hold(size)
+        is_held = span is not None and self.can_stream and self._hold(span, size)
         self._has_room = None
         self._calls += 1
         self._size = size
@@ -237,13 +238,13 @@ class StreamedWeights:
             casts.clean_up(left)
             casts.declare_outdated(left)
 
-    def _hold(self, size: int) -> bool:
+    def _hold(self, span: Place, size: int) -> bool:
         if self._crowded is not None and size >= self._crowded:
             return False
         # A fault that wants more pages than fit gives up those that are there. So regions ask for theirs first.
-        if not self._fits and not is_resident(self._span):
+        if not self._fits and not is_resident(span):
             return False
-        signature = fault(self._span)
+        signature = fault(span)
         if signature is None:
             return False
         try:
@@ -253,20 +254,20 @@ class StreamedWeights:
                     self._signature = None
                     comfy_compat.hold_back_offload_streams(self.device)
                     if not self.fill(self._stale()):
-                        unpin(self._span)
+                        unpin(span)
                         return False
-                    self._signature, self._held = signature, self._signatures()
                     self.channels_last.forget()
                 # All three must be done: each returns whether it has changed something.
                 if has_changed | self.channels_last.arrange() | self._small_tensors.restore():
                     self._note_addresses()
+                self._signature, self._held = signature, self._signatures()
                 self._running += 1
         except torch.cuda.OutOfMemoryError:
-            unpin(self._span)
+            unpin(span)
             self.give_way(size)
             return False
         except BaseException:
-            unpin(self._span)
+            unpin(span)
             raise
         return True
 
@@ -277,7 +278,7 @@ class StreamedWeights:
     def _are_as_held(self) -> bool:
         """Whether nobody has filled pages since they were held last. Each cast that does makes a new signature."""
         now = self._signatures()
-        return len(now) == len(self._held) and all(map(operator.is_, now, self._held)) and None not in now
+        return len(now) == len(self._held) and all(map(operator.is_, now, self._held))
 
     def note_room(self, has_room: bool) -> None:
         """Note whether a region's weights found room in their pages."""
@@ -326,7 +327,7 @@ class StreamedWeights:
         What this allocates may be taken from the VBAR's end. Pinned pages stay there, but the library refuses them to a
         cast, which brings the weights into a buffer instead. Then the pages keep what was in them before.
         """
-        for some in _in_portions(layers):
+        for some in self._cast_together(layers):
             self.finish_copies(some, are_cast=True)
             with casts.cast(some, self.device) as stream:
                 comfy_compat.wait_for_stream(self.device, stream)
@@ -335,6 +336,14 @@ class StreamedWeights:
             if any(vars(layer)[SIGNATURE] is None for layer in some):
                 return False
         return True
+
+    def _cast_together(self, layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
+        """Return the layers in portions. Those that may take each other's pinned memory are cast one at a time."""
+        for some in _in_portions(layers):
+            if may_lose_pins(some, are_cast=True):
+                yield from ([layer] for layer in some)
+            else:
+                yield some
 
     def finish_copies(self, layers: Sequence[nn.Module], are_cast: bool = False) -> bool:
         """If a cast of these layers may fill other layers' pinned memory, have the CPU wait for copies out of that.

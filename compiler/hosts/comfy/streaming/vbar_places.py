@@ -27,7 +27,8 @@ PAGE_BYTES, _IN_MEMORY = 32 * 2**20, 1
 def fault(place: Place) -> Any:
     """Fill a place's pages with memory, and pin them; return their signature, or None if there is no room.
 
-    The library raises where another process has just taken the memory. A layer that cannot do without says so itself.
+    The library raises where it finds no memory for another reason. ComfyUI's own cast then raises, too, where a layer
+    needs the pages.
     """
     try:
         return comfy_compat.find(f"{comfy_compat.VBAR}.vbar_fault")(place)

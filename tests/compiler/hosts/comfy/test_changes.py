@@ -271,7 +271,7 @@ def looks(monkeypatch):
 
     seen = []
     follow = CompiledModel.follow
-    monkeypatch.setattr(CompiledModel, "follow", lambda self: seen.append(1) or follow(self))
+    monkeypatch.setattr(CompiledModel, "follow", lambda self, **given: seen.append(1) or follow(self, **given))
     return seen
 
 
@@ -281,6 +281,114 @@ def test_a_network_is_looked_at_once_a_sampling(compiled, sample, looks):
         sample(fast, NAME, steps=5)
     once = hasattr(fast, "add_callback_with_key")
     assert len(looks) == (2 if once else 10)
+
+
+class Half(nn.Module):
+    """Stands for a block, and runs it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **kwargs):
+        return self.block(*args, **kwargs) * 0.5
+
+
+def reverse_blocks(blocks, patch):
+    first, second = blocks
+    patch.setitem(blocks._modules, "0", second)
+    patch.setitem(blocks._modules, "1", first)
+
+
+def skip_a_block(blocks, patch):
+    patch.delitem(blocks._modules, "1")
+
+
+def wrap_a_block(blocks, patch):
+    patch.setitem(blocks._modules, "1", Half(blocks[1]))
+
+
+@pytest.mark.parametrize("change", [reverse_blocks, skip_a_block, wrap_a_block], ids=lambda change: change.__name__)
+def test_blocks_that_a_wrapper_moves_for_a_call_are_as_they_run(load, registry, sample, monkeypatch, change):
+    patcher_extension = pytest.importorskip("comfy.patcher_extension", reason="this ComfyUI has no wrappers")
+    model = load("tiny_sdxl")
+    fast = host.compile_model(model, host.Request("eager"))[0]
+    blocks = model.model.diffusion_model.input_blocks[4][1].transformer_blocks
+
+    def changing(executor, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            change(blocks, patch)
+            return executor(*args, **kwargs)
+
+    ours, theirs = fast.clone(), model.clone()
+    for each in (ours, theirs):
+        each.add_wrapper_with_key(patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", changing)
+    plain, changed = sample(model, "tiny_sdxl"), sample(theirs, "tiny_sdxl")
+    assert not torch.equal(changed, plain)
+    for _ in range(2):
+        close(sample(fast, "tiny_sdxl"), plain)
+        close(sample(ours, "tiny_sdxl"), changed)
+
+
+def close(ours, theirs):
+    """Closer than the images with and without a change of one block."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_wrapper_may_run_a_network_twice(compiled, sample, monkeypatch, is_first):
+    """And change it before one of the two runs."""
+    patcher_extension = pytest.importorskip("comfy.patcher_extension", reason="this ComfyUI has no wrappers")
+    model, fast = compiled
+
+    def twice(executor, *args, **kwargs):
+        results = []
+        for is_changed in (is_first, not is_first):
+            with monkeypatch.context() as patch:
+                if is_changed:
+                    tile(model.model.diffusion_model, patch)
+                results.append(executor(*args, **kwargs))
+        return results[0] * 0.7 + results[1] * 0.3
+
+    ours, theirs = fast.clone(), model.clone()
+    for each in (ours, theirs):
+        each.add_wrapper_with_key(patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", twice)
+    assert same(sample(ours, NAME), sample(theirs, NAME))
+
+
+@pytest.mark.parametrize("how", ["model_function_wrapper", "apply_model"])
+def test_what_changes_in_some_steps_only_shows(compiled, sample, monkeypatch, how):
+    """As nodes do that have a first and a last step."""
+    model, fast = compiled
+    calls = []
+
+    def run(call):
+        calls.append(call)
+        with monkeypatch.context() as patch:
+            if len(calls) in (3, 4):
+                edit_eps(model.model.diffusion_model, patch)
+            return call()
+
+    def wrapped(patcher):
+        clone = patcher.clone()
+        if how == "apply_model":
+            extension = pytest.importorskip("comfy.patcher_extension", reason="this ComfyUI has no wrappers")
+            clone.add_wrapper_with_key(
+                extension.WrappersMP.APPLY_MODEL, "test", lambda executor, *a, **k: run(lambda: executor(*a, **k))
+            )
+        else:
+            clone.set_model_unet_function_wrapper(
+                lambda apply, given: run(lambda: apply(given["input"], given["timestep"], **given["c"]))
+            )
+        return clone
+
+    plain, images = sample(model, NAME, steps=5), []
+    for each in (model, fast):
+        calls.clear()
+        images.append(sample(wrapped(each), NAME, steps=5))
+        assert len(calls) == 5
+    assert not same(images[0], plain)
+    assert same(images[1], images[0])
 
 
 def test_a_network_is_looked_at_in_each_call_with_a_wrapper(compiled, sample, looks):

@@ -122,10 +122,9 @@ def test_a_shallow_step_is_a_whole_one_with_the_deep_features_of_an_earlier(netw
         before = model.blocks
         results.append(cache(model.apply_model, {**call, "c": {**call["c"], "control": copied(call)}}))
         computed.append(model.blocks - before)
-    for place in (0, 3):
-        torch.testing.assert_close(results[place], by_hand(network, cache.depth, calls[place], calls[place]))
-    torch.testing.assert_close(results[2], by_hand(network, cache.depth, calls[1], calls[2]))
-    assert (cache.whole, cache.shallow) == (3, 1)  # the first shallow one was compared with a whole one
+    for place, earlier in enumerate((0, 0, 0, 3)):
+        torch.testing.assert_close(results[place], by_hand(network, cache.depth, calls[earlier], calls[place]))
+    assert (cache.whole, cache.shallow) == (2, 2)
     assert computed[0] == computed[3] > 0
     assert all("forward" not in module.__dict__ for module in network.modules())
 
@@ -167,6 +166,28 @@ def test_the_calls_of_a_step_have_features_of_their_own(network):
         call = arguments(2 + number, second, which=which)
         torch.testing.assert_close(cache(model.apply_model, call), by_hand(network, cache.depth, earlier, call))
     assert (cache.whole, cache.shallow) == (1, 1)
+
+
+def test_features_belong_to_their_conditioning(network):
+    """One that ends makes way for another one, or for a region that had another number in the step."""
+    cache = DeepCache(network, Settings(interval=4))
+    model = Model(network)
+    calls = [arguments(number, SCHEDULE[number : number + 1].clone()) for number in range(3)]
+    for call, name in zip(calls, "aab"):
+        call["c"]["transformer_options"]["uuids"] = [name, "uncond"]
+    results = [cache(model.apply_model, call) for call in calls]
+    torch.testing.assert_close(results[1], by_hand(network, cache.depth, calls[0], calls[1]))
+    torch.testing.assert_close(results[2], by_hand(network, cache.depth, calls[2], calls[2]))
+
+
+def test_a_function_of_another_wrapper_is_called(network):
+    """It does not say which model's schedule the window is a part of. Then all steps are whole."""
+    cache = DeepCache(network, Settings(interval=4, start=400))
+    model = Model(network)
+    for number in range(2):
+        call = arguments(number, SCHEDULE[number : number + 1].clone())
+        result = cache(lambda x, t, **c: model.apply_model(x, t, **c), call)
+        torch.testing.assert_close(result, by_hand(network, cache.depth, call, call))
 
 
 def test_a_new_sampling_begins_whole(network):
@@ -324,7 +345,7 @@ def test_what_a_sampling_did_is_told(model, sample):
     told = []
     sample(cached(model, told, block=0), "tiny_sd15", steps=STEPS)
     assert told[0].startswith("DeepCache: a shallow step computes")
-    assert "5 of 9 steps were shallow. A shallow step is " in told[0]
+    assert "6 of 9 steps were shallow. A shallow step is " in told[0]
     assert told[0].endswith("%.")
 
 
@@ -333,6 +354,36 @@ def test_a_later_deep_cache_takes_the_place_of_an_earlier(model, sample):
     second = cached(first, interval=5)
     assert cache_of(second).inner is None
     assert cache_of(first).settings.interval == 2
+
+
+def passed_on(model):
+    """What other nodes do that keep the wrapper that was there."""
+    inner, clone = cache_of(model), model.clone()
+    clone.set_model_unet_function_wrapper(lambda apply, given: inner(lambda x, t, **c: apply(x, t, **c), given))
+    return clone
+
+
+def test_two_of_them_with_another_wrapper_between_begin_anew_with_each_sampling(model, sample):
+    def twice():
+        return cached(passed_on(cached(model, block=0, interval=3)), block=0, interval=3)
+
+    again, fresh = twice(), twice()
+    sample(again, "tiny_sd15", steps=STEPS, seed=5)
+    assert torch.equal(sample(again, "tiny_sd15", steps=STEPS, seed=7), sample(fresh, "tiny_sd15", steps=STEPS, seed=7))
+
+
+def test_the_window_is_known_through_another_wrapper(model, sample):
+    theirs = cached(model, block=0, start=400, end=700)
+    sample(passed_on(theirs), "tiny_sd15", steps=STEPS)
+    assert 0 < cache_of(theirs).shallow < 4
+
+
+def test_the_first_image_is_that_of_later_runs(model, sample):
+    """Its first shallow step is compared with a whole one."""
+    theirs = cached(model, block=0)
+    images = [sample(theirs, "tiny_sd15", steps=STEPS) for _ in range(2)]
+    assert cache_of(theirs).comparison is not None
+    assert torch.equal(*images)
 
 
 def test_a_model_without_deep_blocks_comes_back_as_it_is(load):

@@ -184,12 +184,21 @@ def test_a_fault_that_fails_finds_no_room(vbar):
     assert vbar_places.is_evicted_soon(place)
 
 
-def test_weights_that_others_have_left_half_made_are_made_anew(model, plain, sample, registry, vbar, monkeypatch):
-    """In a sampling without the node, ComfyUI had brought a layer's weights, and failed to add its LoRA to them."""
+@pytest.mark.parametrize("is_first", [True, False])
+def test_weights_that_others_have_left_half_made_are_made_anew(
+    is_first, model, plain, sample, registry, vbar, monkeypatch
+):
+    """In a sampling without the node, ComfyUI had brought a layer's weights, and failed to add its LoRA to them.
+
+    The next sampling is the first one with the node, or not.
+    """
     from comfy.model_patcher import LowVramPatch
 
     ours, theirs = (adapted(low_rank)(patcher, 1.0) for patcher in (compiled(model, verify=False), plain))
-    sample(ours, "tiny_sd15")
+    if is_first:
+        ours.load()
+    else:
+        sample(ours, "tiny_sd15")
     vbar.evict()
     layer = next(layer for layer in layers_of(model) if layer.weight_lowvram_function is not None)
     comfy_compat.find(casts.CAST)([layer], None, torch.device("cpu"), None, True)
@@ -213,7 +222,8 @@ def arranged(model):
     weights.follow()
     weights.begin_sampling()
     weights.channels_last.begin()
-    assert not any(casts.has_arrived(layer) for layer in layers_of(model))  # their pages are there from now on
+    for layer in layers_of(model):
+        casts.has_arrived(layer)  # its pages are there from now on
     with weights.running(1):
         assert weights.is_held
     return weights, next(layer for layer in layers_of(model) if layer.weight.ndim == 4 and layer.weight.shape[-1] > 1)
@@ -343,10 +353,15 @@ def test_pages_that_are_given_up_while_loras_are_added_are_not_read(
             vbar.make_room(vbar.max_size)
         return add(patch, weight)
 
+    fill, filled = streamed_weights.StreamedWeights.fill, []
     monkeypatch.setattr(LowVramPatch, "__call__", make_room)
     monkeypatch.setattr(streamed_weights, "FILL_BYTES", 2**18)
+    monkeypatch.setattr(
+        streamed_weights.StreamedWeights, "fill", lambda self, layers: filled.append(fill(self, layers)) or filled[-1]
+    )
     image = sample(adapted(low_rank)(ours, 1.0), "tiny_sd15", steps=2)
     assert next(calls) > at
+    assert False in filled
     assert ((image - expected).norm() / expected.norm()).item() <= BOUND
     assert vbar.pinned == 0
 
