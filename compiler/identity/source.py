@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -29,6 +30,8 @@ _READ_ANY_ATTRIBUTE = frozenset(
     | {"getattr", "hasattr", "getattr_static"}
 )
 """Names by which code reads attributes without naming them, or hands them to code that does."""
+_sources: weakref.WeakKeyDictionary[Any, tuple[tuple[types.CodeType, ...], Source]] = weakref.WeakKeyDictionary()
+"""What was read of items that still live, and their code then. A function would keep all that it closes over."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,12 @@ def qualified_name(item: Any) -> str:
 
 def read_source(item: Any) -> Source:
     """Read a class or function as it runs: from its source, or from its bytecode if no source is available."""
-    return _read_source(item, tuple(code for _, code in codes_of(item)))
+    codes = tuple(code for _, code in codes_of(item))
+    known, source = _sources.get(item, (None, None))
+    if source is None or known != codes:  # it was given other code
+        source = _read_source(item, codes)
+        _sources[item] = codes, source
+    return source
 
 
 def codes_of(item: Any) -> list[tuple[str, types.CodeType]]:
@@ -84,9 +92,7 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
-@lru_cache(maxsize=4096)
 def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
-    """Read an item. `codes` are part of the cache key: an item that was given other code is read again."""
     title = qualified_name(item)
     try:
         tree = ast.parse(textwrap.dedent(running_source(item)))

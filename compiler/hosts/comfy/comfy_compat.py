@@ -357,6 +357,7 @@ def pinned_bytes(layer: nn.Module, subsets: Iterable[str]) -> torch.Tensor | Non
 
 @lru_cache(maxsize=4)
 def _has_parameter(function: Callable, name: str) -> bool:
+    """Whether a function takes an argument of this name. It is remembered, so it must not be a method of an object."""
     return name in inspect.signature(function).parameters
 
 
@@ -478,7 +479,9 @@ def merged_weight(patcher: Any, key: str, device: torch.device) -> torch.Tensor 
     None for a ComfyUI (such as 0.3.64) that only puts it into the model.
     """
     merge = patcher.patch_weight_to_device
-    return merge(key, device_to=device, return_weight=True) if _has_parameter(merge, "return_weight") else None
+    if not _has_parameter(getattr(merge, "__func__", merge), "return_weight"):
+        return None
+    return merge(key, device_to=device, return_weight=True)
 
 
 def _moments() -> tuple[str | None, str | None]:

@@ -199,7 +199,17 @@ class Factors:
         branch.write(*self._pairs[branch.path])
 
 
-_factors: weakref.WeakKeyDictionary[nn.Module, Factors] = weakref.WeakKeyDictionary()
+_factors: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Factors]] = weakref.WeakKeyDictionary()
+
+
+def _factors_of(network: nn.Module) -> Factors:
+    """Return a network's factors: one object for all patchers whose node asks for branches. It goes with the last."""
+    known = _factors.get(network)
+    factors = None if known is None else known()
+    if factors is None:
+        factors = Factors()
+        _factors[network] = weakref.ref(factors)
+    return factors
 
 
 class LowRankBranches:
@@ -217,12 +227,14 @@ class LowRankBranches:
         """What its LoRAs lost there, and would have lost in the weights, if that is known."""
         self._measured: Any = None
         """The patches that `losses` speaks of, as ComfyUI tells them apart, and the number of branches."""
-        self._factors = _factors.setdefault(network, Factors())
+        self._factors = _factors_of(network)
 
     def __call__(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample, with the LoRAs of the patcher that is sampled as branches where they can be."""
         patcher, network, factors = sample.class_obj.model_patcher, self._network(), self._factors
         if network is None or factors.is_in_use or not is_plain(sample.class_obj, network):
+            if network is not None and not factors.is_in_use:
+                self._note([], patcher, network)
             return sample(*args, **kwargs)
         with factors.in_use():
             branches = self._filled(branches_of(patcher, network, self._regions), patcher)
@@ -363,10 +375,13 @@ def _region_of(path: str, regions: frozenset[str]) -> str | None:
 def _weights_in(value: Any) -> Sequence[Any] | None:
     """Return what a LoRA consists of, in ComfyUI's order, or None for any other patch."""
     if type(value).__module__ == _LORA:
-        return value.weights
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == "lora":  # before 2025
-        return value[1]
-    return None
+        found = getattr(value, "weights", None)
+    else:  # before 2025
+        found = value[1] if isinstance(value, tuple) and len(value) == 2 and value[0] == "lora" else None
+    if not isinstance(found, (tuple, list)) or len(found) < 3:
+        return None
+    are_factors = all(isinstance(factor, torch.Tensor) and factor.ndim >= 2 for factor in found[:2])
+    return found if are_factors else None
 
 
 def _dtype_of(patcher: Any) -> torch.dtype:

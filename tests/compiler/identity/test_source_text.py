@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import argparse
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +12,7 @@ import os
 import py_compile
 import sys
 import types
+import weakref
 
 import pytest
 from compiled_graphs.compiler.identity import source_text
@@ -331,3 +334,20 @@ def test_code_is_compared_without_cached_bytecode(module, monkeypatch):
     assert not os.path.exists(importlib.util.cache_from_source(old.__file__))
     write(old, SOURCE.replace("return x + 1\n", "return x + 2\n"))
     assert refused(old) == ["Block"]
+
+
+def test_functions_that_were_read_are_not_kept():
+    """One may close over a whole model."""
+
+    def read():
+        large = argparse.Namespace()
+
+        def scale(x):
+            return x * large.factor
+
+        assert "large.factor" in read_source(scale).text
+        return weakref.ref(large)
+
+    gone = read()
+    gc.collect()
+    assert gone() is None

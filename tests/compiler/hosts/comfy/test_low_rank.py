@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import uuid
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -364,6 +366,25 @@ def test_hooks_of_conditionings_are_left_to_the_host(flux, registry):
     assert not low_rank.is_plain(guider, torch.nn.Identity())
 
 
+def test_branches_that_a_sampling_goes_without_are_no_longer_told_of(flux, registry):
+    ours = lora(4)(compiled(flux(FLOAT8)), 1.0)
+    sampled(ours)
+    (branches,) = ours.wrappers["outer_sample"]["compiled_graphs"]
+    assert branches.count > 0
+    told = []
+    branches.on_change = lambda: told.append((branches.count, branches.losses))
+    guider = SimpleNamespace(model_patcher=ours, model_options={"registered_hooks": object()}, conds={})
+
+    class Sample:
+        class_obj = guider
+
+        def __call__(self):
+            return "an image"
+
+    assert branches(Sample()) == "an image"
+    assert told == [(0, None)]
+
+
 def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(install, "can_capture", lambda device: True)
@@ -375,7 +396,7 @@ def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
     expected = [sampled(change(reference), steps=9) for change in loras]  # to load another model drops the factors
     for change, image in zip(loras, expected, strict=True):
         assert error(sampled(change(ours), steps=9), image) < BOUND
-        places.append({path: pair[0].data_ptr() for path, pair in low_rank._factors[network]._pairs.items()})
+        places.append({path: pair[0].data_ptr() for path, pair in low_rank._factors_of(network)._pairs.items()})
     assert counters(ours).replays > 0
     assert places[0] == places[1] == places[2] != places[3]
 
@@ -406,9 +427,23 @@ def test_recorded_steps_serve_other_loras_of_their_rank(is_streamed, flux, regis
 def test_an_unloaded_model_keeps_no_factors(flux, registry):
     ours = lora(4)(compiled(flux(FLOAT8)), 1.0)
     sampled(ours)
-    assert low_rank._factors[ours.model.diffusion_model]._pairs
+    factors = low_rank._factors_of(ours.model.diffusion_model)
+    assert factors._pairs
     comfy.model_management.unload_all_models()
-    assert not low_rank._factors[ours.model.diffusion_model]._pairs
+    assert not factors._pairs
+
+
+@pytest.mark.parametrize("then", ["without the node", "without the switch"])
+def test_factors_go_with_the_last_node_that_asks_for_them(then, flux, registry):
+    model = flux(FLOAT8)
+    ours = lora(4)(compiled(model), 1.0)
+    sampled(ours)
+    factors = weakref.ref(low_rank._factors_of(model.model.diffusion_model))
+    later = model if then == "without the node" else lora(4)(compiled(model, low_rank=False), 1.0)
+    del ours
+    sampled(later)
+    gc.collect()
+    assert factors() is None
 
 
 def test_without_memory_for_factors_loras_are_merged(flux, registry, monkeypatch):
@@ -528,6 +563,8 @@ UP_AND_DOWN = torch.ones(6, 2), torch.ones(2, 4)
         (1.0, ("diff", (torch.ones(6, 4),)), 1.0, None, None),
         (1.0, ("set", (torch.ones(6, 4),)), 1.0, None, None),
         (1.0, (torch.ones(6, 4),), 1.0, None, None),
+        (1.0, ("lora", (torch.ones(6), torch.ones(2, 4), None)), 1.0, None, None),
+        (1.0, ("lora", (torch.ones(6, 2),)), 1.0, None, None),
     ],
 )
 def test_other_patches_are_no_plain_loras(patch):
