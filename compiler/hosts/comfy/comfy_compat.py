@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +52,9 @@ MODULE_NAMES = {
     f"{MEMORY}.aimdo_enabled": "weights that are streamed keep their regions eager",
     f"{MEMORY}.interpret_gathered_like": "weights that find no room in their pages pass through ComfyUI's buffers",
     f"{MEMORY}.vram_aligned_size": "where RAM is short, the CPU waits more often for copies to the GPU",
+    f"{MANAGEMENT}.MAX_PINNED_MEMORY": "the CPU waits more often for copies to the GPU",
+    f"{MANAGEMENT}.TOTAL_PINNED_MEMORY": "the CPU waits more often for copies to the GPU",
+    f"{MEMORY}.RAM_CACHE_HEADROOM": "where little RAM is to stay free, the CPU waits more often for copies to the GPU",
     "comfy.pinned_memory.get_pin": "weights that find no room in their pages pass through ComfyUI's buffers",
     "comfy.quant_ops.QuantizedTensor": "quantised weights keep their regions eager",
     "comfy_kitchen.registry.registry": "float8 rounding is not fused with what is around it",
@@ -345,6 +349,20 @@ def can_bring_ahead() -> bool:
     Not while a network brings its blocks' weights itself: it would fault a block a second time, and unpin it once.
     """
     return bool(find(f"{MANAGEMENT}.stream_counters")) and not find(PREFETCH_QUEUES)
+
+
+def has_ram_to_pin(size: int) -> bool:
+    """Whether there is RAM for so many bytes of pinned memory, with twice of what ComfyUI wants to keep free.
+
+    See `ensure_pin_budget` and `ensure_pin_registerable`. Windows may refuse to pin memory that there is.
+    """
+    used, most = find(f"{MANAGEMENT}.TOTAL_PINNED_MEMORY"), find(f"{MANAGEMENT}.MAX_PINNED_MEMORY")
+    if used is None or most is None or used + size > most or os.name == "nt":
+        return False
+    import psutil  # ComfyUI needs it
+
+    spare = max(find(f"{MEMORY}.RAM_CACHE_HEADROOM") or 0, 4 * 2**30)
+    return psutil.virtual_memory().available > size + spare
 
 
 def pinned_bytes(layer: nn.Module, subsets: Iterable[str]) -> torch.Tensor | None:

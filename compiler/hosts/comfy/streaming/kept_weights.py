@@ -101,10 +101,9 @@ class KeptWeights:
         self._wanted = {id(vars(layer)): weakref.ref(layer) for layer in chosen}
 
     def rest(self, regions: Iterable[Sequence[nn.Module]]) -> int | None:
-        """Return how many bytes a region has to bring at most beside what is to stay; None if nothing is."""
-        if not self._wanted:
-            return None
-        return max((_bytes_of(layer for layer in region if not self.wants(layer)) for region in regions), default=0)
+        """Return how many bytes a region has to bring at most beside what is to stay; None if nothing is known."""
+        sizes = [_bytes_of(layer for layer in region if not self.wants(layer)) for region in regions]
+        return max(sizes) if self._wanted and sizes else None
 
     def wants(self, layer: nn.Module) -> bool:
         """Whether a layer's weights are to stay, once they have arrived."""

@@ -1,6 +1,6 @@
 """Pinned memory in which ComfyUI keeps the bytes of layers, so that copies to the GPU need no CPU.
 
-When RAM is short, ComfyUI hands one layer's pinned memory to another while it casts that one
+Where RAM is short, ComfyUI hands one layer's pinned memory to another while it casts that one
 (`comfy.pinned_memory.pin_memory`). It fills the memory at once, although a copy out of it may still wait for its turn
 on the GPU. So nothing is copied ahead in a call in which that may happen.
 """
@@ -40,6 +40,8 @@ def may_lose_pins(layers: Iterable[nn.Module], are_cast: bool = False) -> bool:
     of them belong to a part of the network that is not used.
     """
     takers = [layer for layer in layers if may_take_pin(layer, are_cast)]
+    if not takers or comfy_compat.has_ram_to_pin(sum(vars(layer)[PLACE][2] for layer in takers)):
+        return False
     are_there = resident([vars(layer)[PLACE] for layer in takers])
     # A page may be there and not be filled, since a fault of more pages than this layer's.
     return any(not is_there or not has_arrived(layer) for layer, is_there in zip(takers, are_there, strict=True))

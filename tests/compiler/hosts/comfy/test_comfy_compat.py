@@ -23,7 +23,9 @@ BOUND = 5e-2 if torch.cuda.is_available() else 1e-4
 USED_BY_COMFYUI = {
     "comfy.memory_management.aimdo_enabled",
     "comfy.memory_management.vram_aligned_size",
+    "comfy.model_management.MAX_PINNED_MEMORY",
     "comfy.model_management.STREAMS",
+    "comfy.model_management.TOTAL_PINNED_MEMORY",
     "comfy.model_management.stream_counters",
     "comfy.ops.cast_bias_weight",
     "comfy.ops.cast_modules_with_vbar",

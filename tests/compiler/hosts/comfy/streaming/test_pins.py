@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +91,20 @@ def test_layers_in_their_pages_take_none(state, vbar):
     assert may_lose_pins([layer])
     assert vbar_places.fault(layer._v) is not None
     assert may_lose_pins([layer])  # its page is there again, and nothing in it
+
+
+@pytest.mark.parametrize(("available", "pinned", "may_lose"), [(32, 0, False), (32, 60, True), (4, 0, True)])
+def test_nothing_is_taken_where_there_is_ram(available, pinned, may_lose, state, vbar, monkeypatch):
+    import comfy.model_management as management
+    import psutil
+
+    monkeypatch.setattr(management, "MAX_PINNED_MEMORY", 60 * 2**30)
+    monkeypatch.setattr(management, "TOTAL_PINNED_MEMORY", pinned * 2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available * 2**30))
+    give_pin(layer_with(state, 64), 1)
+    layer = layer_with(state, 64, 2)
+    layer._v, layer._v_signature = vbar.alloc(size_of(layer)), None
+    assert may_lose_pins([layer]) == (may_lose or os.name == "nt")
 
 
 def test_pages_of_two_vbars_are_told_apart(vbar):
