@@ -23,6 +23,10 @@ from .coexistence import CALLBACKS_KEY, foreign_forward, take_ours_out
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+_ON_ANOTHER_DEVICE = say("The copy of this model on another device runs uncompiled.")
+_WITHOUT_STREAMING = say(
+    "ComfyUI samples a copy of this model without dynamic VRAM, as it does for LoRA hooks. The copy runs uncompiled."
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class OtherDevices(Generic[T]):
             return
         take_ours_out(clone)
         if self._steps is None or not comfy_compat.announces_copies() or is_of_another_kind(patcher, clone):
-            self._note("", say("The copy of this model on another device runs uncompiled."))
+            is_elsewhere = clone.load_device != patcher.load_device
+            self._note("", _ON_ANOTHER_DEVICE if is_elsewhere else _WITHOUT_STREAMING)
 
     def _compile(self, patcher: Any, clone: Any) -> None:
         """Give a copy what was compiled for its network, or will be now."""

@@ -14,6 +14,7 @@ from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.hosts.comfy.coexistence import is_ours
 from compiled_graphs.compiler.hosts.comfy.deep_cache import DeepCache, Settings
 from compiled_graphs.compiler.runtime.network_wrapper import NetworkWrapper
+from vbar import stream
 
 pytestmark = [
     pytest.mark.usefixtures("traced_once"),
@@ -128,6 +129,20 @@ def test_a_device_without_graphs_runs_uncompiled_and_says_why(model, sample, eag
     (copied,) = ours.get_additional_models_with_key("multigpu")
     assert not any(isinstance(patch, NetworkWrapper) for patch in copied.object_patches.values())
     assert_runs_compiled(ours, eager_image)
+
+
+@pytest.mark.parametrize(("device", "what"), [(OTHER, "on another device"), (None, "without dynamic VRAM")])
+def test_a_copy_that_streams_no_weights_is_told_of(device, what, model, registry, vbar):
+    """ComfyUI makes one on the same device for LoRA hooks."""
+    told, cls = [], type(model)
+    ours, _ = host.compile_model(stream(model, vbar), host.Request("eager", on_change=told.append))
+    other = copy.copy(ours)
+    other.__class__, other.model, other.object_patches = cls, copy.copy(ours.model), dict(ours.object_patches)
+    other.load_device = device or ours.load_device
+    for function in ours.get_all_callbacks("on_clone"):
+        function(ours, other)
+    assert not patches_of_ours(other)
+    assert what in told[-1]
 
 
 def test_the_node_says_how_each_device_stands(model, sample, registry):
