@@ -92,7 +92,7 @@ def compile_clip(clip: Any, request: Request = ANYTHING) -> tuple[Any, str]:
         return clip, reason
     clone = clip.clone()
     clone.patcher = clone_without_ours(clip.patcher)
-    calls = {synthetic_prompts.ENCODE: synthetic_prompts.PromptCall(clone)}
+    calls = {synthetic_prompts.ENCODE: synthetic_prompts.PromptCall.of(clone)}
     network, device = clip.cond_stage_model, clip.patcher.load_device
     text = install(PatchedNetwork(clone.patcher, network, "", calls, device, "text encoder"), request)
     return (clone if graphs_in_use(clone.patcher) is not None else clip), text
@@ -112,10 +112,11 @@ def _sampled(patcher: Any) -> PatchedNetwork:
 
 def _coding(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
     """Return the network of a VAE whose patcher is ours."""
-    calls = {method: synthetic_calls.coding_call(vae, method) for method in methods}
+    bare = synthetic_prompts.without_network(vae, "first_stage_model")
+    calls = {method: synthetic_calls.coding_call(bare, method) for method in methods}
 
     def for_copy(patcher: Any) -> PatchedNetwork:
-        copied = copy.copy(vae)
+        copied = copy.copy(bare)
         copied.patcher, copied.first_stage_model, copied.device = patcher, patcher.model, device_of(patcher)
         return _coding(copied, methods)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,6 +85,20 @@ def test_encoder(row, registry):
     summary = host.compiled_model(ours).summary()
     assert (summary.compiled, summary.waiting, summary.eager) == (row.kinds, 0, 0)
     assert_all_compiled(ours, clip)
+
+
+def test_an_encoder_goes_with_its_last_user(load, registry):
+    """Without a search for cycles, which may come when the next encoder is there already."""
+    ours, _ = speed_up(load("SDXL"))
+    encode(ours, "a cat")
+    network = weakref.ref(ours.cond_stage_model)
+    gc.collect()
+    gc.disable()
+    try:
+        del ours
+        assert network() is None
+    finally:
+        gc.enable()
 
 
 def test_the_page_about_compatibility_names_the_same_encoders():
