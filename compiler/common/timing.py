@@ -6,6 +6,7 @@ what they do the first time is done. Calls of a network are timed as they come, 
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -24,8 +25,10 @@ ENOUGH = 0.05
 """Seconds after which a region is not run again: what takes longer needs no second figure."""
 MAX_KEPT = 20
 """Calls of a size that its figure is taken from: the latest."""
-MAX_SIZES = 4
+MAX_SIZES = 8
 """Sizes that have a figure: those called last."""
+STEPS_PER_DOUBLING = 4
+"""Tensors beside the first count as of one size if they differ by less than a step of so many to twice the size."""
 
 
 @dataclass(frozen=True)
@@ -193,15 +196,18 @@ class LatencyTracker:
 
 
 def call_size(args: tuple, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return what the figures of a call are kept by: the shape of its first tensor.
+    """Return what the figures of a call are kept by: the shape of its first tensor, and about how large the others are.
+
+    A reference image or the residuals of a ControlNet are much more work, a few words more are not.
 
     A text encoder is called without tensors: with rows of tokens for each of its networks. Its work depends on their
     number and lengths, on whether words have weights (ComfyUI then encodes an empty text as well), on images among the
     tokens, and on numbers that come with them, such as how many tokens to generate.
     """
-    first = _first_tensor(args, kwargs)
-    if first is not None:
-        return tuple(first.shape)
+    tensors = list(_tensors_in((*args, *kwargs.values())))
+    if tensors:
+        first, *others = tensors
+        return (*first.shape, *(round(STEPS_PER_DOUBLING * math.log2(max(1, other.numel()))) for other in others))
     given = (value.values() for value in (*args, *kwargs.values()) if isinstance(value, Mapping))
     return tuple(chain.from_iterable(map(_size_of_prompt, chain.from_iterable(given))))
 
@@ -216,6 +222,17 @@ def _size_of_prompt(value: Any) -> Iterator[int]:
         yield from (len(value), max(map(len, rows), default=0), any(weight != 1.0 for _, weight, *_ in tokens))
         seen = (part for token, *_ in tokens if isinstance(token, Mapping) for part in token.values())
         yield from chain.from_iterable(part.shape for part in seen if isinstance(part, torch.Tensor))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield tensors, those of lists, and those of lists in a mapping, such as a ControlNet's residuals."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(each for each in value.values() if isinstance(each, (list, tuple)))
+        elif isinstance(value, (list, tuple)):
+            yield from (each for each in value if isinstance(each, torch.Tensor))
 
 
 def _first_tensor(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -81,7 +81,7 @@ def test_sizes_are_told_apart_and_bounded(clock):
     pace = LatencyTracker()
     for width in (*range(timing.MAX_SIZES), 0, timing.MAX_SIZES):
         pace_of(1.0 + width, clock=clock, shape=(1, width), pace=pace)
-    assert [figure.shape[1] for figure in pace.figures()] == [2, 3, 0, 4]
+    assert [figure.shape[1] for figure in pace.figures()] == [*range(2, timing.MAX_SIZES), 0, timing.MAX_SIZES]
 
 
 def test_calls_with_something_to_set_up_do_not_count(clock):
@@ -107,7 +107,10 @@ IMAGE = {"type": "image", "data": torch.zeros(1, 28, 56, 3)}
 @pytest.mark.parametrize(
     ("args", "kwargs", "size"),
     [
-        ((torch.zeros(2, 3), torch.zeros(4)), {}, (2, 3)),
+        ((torch.zeros(2, 3), torch.zeros(4)), {}, (2, 3, 8)),
+        ((torch.zeros(2, 3),), {"ref_latents": [torch.zeros(4), torch.zeros(8)]}, (2, 3, 8, 12)),
+        ((torch.zeros(2, 3),), {"control": {"middle": [torch.zeros(4)], "output": [None]}}, (2, 3, 8)),
+        ((torch.zeros(2, 3),), {"options": {"sigmas": torch.zeros(4), "patches": {"a": [torch.zeros(4)]}}}, (2, 3)),
         ((PROMPT,), {}, (2, 77, 0, 1, 77, 0)),
         (({"l": [[(7, 1.0), (9, 1.2), (7, 1.0)]]},), {}, (1, 3, 1)),
         (({"qwen": [[(7, 1.0), (IMAGE, 1.0)]]},), {}, (1, 2, 0, 1, 28, 56, 3)),
@@ -120,6 +123,11 @@ IMAGE = {"type": "image", "data": torch.zeros(1, 28, 56, 3)}
 )
 def test_the_size_of_a_call(args, kwargs, size):
     assert timing.call_size(args, kwargs) == size
+
+
+def test_a_few_words_more_are_the_same_size():
+    sizes = [timing.call_size((torch.zeros(2),), {"context": torch.zeros(1, tokens, 64)}) for tokens in (250, 260, 512)]
+    assert sizes[0] == sizes[1] != sizes[2]
 
 
 def test_calls_without_tensors_are_timed_where_they_run(clock):
