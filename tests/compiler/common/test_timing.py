@@ -125,6 +125,14 @@ def test_the_size_of_a_call(args, kwargs, size):
     assert timing.call_size(args, kwargs) == size
 
 
+def test_the_size_is_that_before_the_call(clock):
+    pace, control = LatencyTracker(), {"output": [torch.zeros(4)]}
+    with pace.timed("forward", (torch.zeros(2),), {"control": control}):
+        control["output"].clear()
+    (figure,) = pace.figures()
+    assert figure.shape == (2, 8)
+
+
 def test_a_few_words_more_are_the_same_size():
     sizes = [timing.call_size((torch.zeros(2),), {"context": torch.zeros(1, tokens, 64)}) for tokens in (250, 260, 512)]
     assert sizes[0] == sizes[1] != sizes[2]
