@@ -28,7 +28,7 @@ MAX_KEPT = 20
 MAX_SIZES = 8
 """Sizes that have a figure: those called last."""
 STEPS_PER_DOUBLING = 4
-"""Tensors beside the first count as of one size if they differ by less than a step of so many to twice the size."""
+"""Sizes of tensors beside the first are told apart in steps of which so many double the size."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class LatencyTracker:
 
         `device` is where a call without tensors does its work.
         """
-        first = _first_tensor(args, kwargs)
+        first = next(_tensors_in((*args, *kwargs.values())), None)
         device = device if first is None else first.device
         shape = call_size(args, kwargs)  # a UNet empties lists of residuals
         start = None if device is None else _record_event(device)
@@ -234,10 +234,6 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(each for each in value.values() if isinstance(each, (list, tuple)))
         elif isinstance(value, (list, tuple)):
             yield from (each for each in value if isinstance(each, torch.Tensor))
-
-
-def _first_tensor(args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
 
 
 def _record_event(device: torch.device) -> float | torch.cuda.Event | None:

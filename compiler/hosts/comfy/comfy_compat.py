@@ -352,7 +352,7 @@ def can_bring_ahead() -> bool:
 
 
 def has_ram_to_pin(size: int) -> bool:
-    """Whether there is RAM for so many bytes of pinned memory, with twice of what ComfyUI wants to keep free.
+    """Whether there is RAM for so many bytes of pinned memory, and twice what ComfyUI wants to keep free.
 
     See `ensure_pin_budget` and `ensure_pin_registerable`. Windows may refuse to pin memory that there is.
     """

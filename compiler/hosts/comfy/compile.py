@@ -92,8 +92,9 @@ def compile_clip(clip: Any, request: Request = ANYTHING) -> tuple[Any, str]:
         return clip, reason
     clone = clip.clone()
     clone.patcher = clone_without_ours(clip.patcher)
-    calls = {synthetic_prompts.ENCODE: synthetic_prompts.PromptCall.of(clone)}
     network, device = clip.cond_stage_model, clip.patcher.load_device
+    bare = _without_network(clip, "cond_stage_model")
+    calls = {synthetic_prompts.ENCODE: synthetic_prompts.PromptCall(bare, device)}
     text = install(PatchedNetwork(clone.patcher, network, "", calls, device, "text encoder"), request)
     return (clone if graphs_in_use(clone.patcher) is not None else clip), text
 
@@ -112,7 +113,7 @@ def _sampled(patcher: Any) -> PatchedNetwork:
 
 def _coding(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
     """Return the network of a VAE whose patcher is ours."""
-    bare = synthetic_prompts.without_network(vae, "first_stage_model")
+    bare = _without_network(vae, "first_stage_model")
     calls = {method: synthetic_calls.coding_call(bare, method) for method in methods}
 
     def for_copy(patcher: Any) -> PatchedNetwork:
@@ -121,6 +122,17 @@ def _coding(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
         return _coding(copied, methods)
 
     return PatchedNetwork(vae.patcher, vae.first_stage_model, "", calls, vae.device, "VAE", for_copy)
+
+
+def _without_network(thing: Any, name: str) -> Any:
+    """Return a shallow copy of a CLIP or a VAE that leads neither to its patcher nor to its network.
+
+    What a patcher holds must not lead back to it: only the search for cycles would free the weights.
+    """
+    bare = copy.copy(thing)
+    bare.patcher = None
+    setattr(bare, name, None)
+    return bare
 
 
 def _missing_of_vae(vae: Any) -> str:

@@ -232,9 +232,10 @@ class LowRankBranches:
     def __call__(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample, with the LoRAs of the patcher that is sampled as branches where they can be."""
         patcher, network, factors = sample.class_obj.model_patcher, self._network(), self._factors
-        if network is None or factors.is_in_use or not is_plain(sample.class_obj, network):
-            if network is not None and not factors.is_in_use:
-                self._note([], patcher, network)
+        if network is None or factors.is_in_use:
+            return sample(*args, **kwargs)
+        if not is_plain(sample.class_obj, network):
+            self._note([], patcher, network)
             return sample(*args, **kwargs)
         with factors.in_use():
             branches = self._filled(branches_of(patcher, network, self._regions), patcher)

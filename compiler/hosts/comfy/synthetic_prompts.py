@@ -7,7 +7,6 @@ Rows of the others are as long as the prompt.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,13 +35,8 @@ class PromptCall:
     """A call as encoding a prompt would make it, from what the tokenizer makes of one."""
 
     clip: Any
-    """Without its patcher and its networks: what is compiled keeps this as long as the patcher lives."""
+    """It leads neither to a patcher nor to a network: what is compiled keeps it."""
     device: torch.device
-
-    @classmethod
-    def of(cls, clip: Any) -> PromptCall:
-        """Return the call for a `comfy.sd.CLIP`."""
-        return cls(without_network(clip, "cond_stage_model"), clip.patcher.load_device)
 
     def __call__(self, network: nn.Module, sizes: Sizes) -> None:
         network.reset_clip_options()
@@ -57,14 +51,6 @@ class PromptCall:
         tokens, *_ = (*args, *kwargs.values())
         fixed = _fixed_lengths(self.clip.tokenize(LONG_TEXT))
         return lambda weightless, sizes: _encode(weightless, tokens, sizes, fixed)
-
-
-def without_network(thing: Any, name: str) -> Any:
-    """Return a shallow copy of a CLIP or a VAE that leads neither to its patcher nor to its network."""
-    bare = copy.copy(thing)
-    bare.patcher = None
-    setattr(bare, name, None)
-    return bare
 
 
 def is_of_other_sense(path: str) -> bool:

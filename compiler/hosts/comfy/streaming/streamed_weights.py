@@ -328,7 +328,6 @@ class StreamedWeights:
         cast, which brings the weights into a buffer instead. Then the pages keep what was in them before.
         """
         for some in self._cast_together(layers):
-            self.finish_copies(some, are_cast=True)
             with casts.cast(some, self.device) as stream:
                 comfy_compat.wait_for_stream(self.device, stream)
                 for layer in some:
@@ -338,12 +337,14 @@ class StreamedWeights:
         return True
 
     def _cast_together(self, layers: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-        """Return the layers in portions. Those that may take each other's pinned memory are cast one at a time."""
+        """Yield the layers in portions. Those that may take each other's pinned memory are cast one at a time."""
         for some in _in_portions(layers):
-            if may_lose_pins(some, are_cast=True):
-                yield from ([layer] for layer in some)
-            else:
+            if not may_lose_pins(some, are_cast=True):
                 yield some
+                continue
+            for layer in some:
+                self.finish_copies([layer], are_cast=True)
+                yield [layer]
 
     def finish_copies(self, layers: Sequence[nn.Module], are_cast: bool = False) -> bool:
         """If a cast of these layers may fill other layers' pinned memory, have the CPU wait for copies out of that.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.hosts.comfy import comfy_compat
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.deep_cache import Comparison, DeepCache, Settings, unusable, use_deep_cache
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
@@ -370,6 +371,13 @@ def test_two_of_them_with_another_wrapper_between_begin_anew_with_each_sampling(
     again, fresh = twice(), twice()
     sample(again, "tiny_sd15", steps=STEPS, seed=5)
     assert torch.equal(sample(again, "tiny_sd15", steps=STEPS, seed=7), sample(fresh, "tiny_sd15", steps=STEPS, seed=7))
+
+
+def test_it_changes_nothing_in_a_network_and_another_wrapper_might(model):
+    assert not comfy_compat.wraps_calls(model)
+    assert not comfy_compat.wraps_calls(cached(model))
+    assert comfy_compat.wraps_calls(passed_on(cached(model)))
+    assert comfy_compat.wraps_calls(cached(passed_on(cached(model))))
 
 
 def test_the_window_is_known_through_another_wrapper(model, sample):

@@ -147,7 +147,10 @@ def test_nothing_is_copied_ahead_while_memory_may_be_taken(
     vbar.evict()
     vbar.limit = 0
     monkeypatch.setattr(comfy_compat, "can_bring_ahead", lambda: True)
-    monkeypatch.setattr(streamed_weights, "may_lose_pins", lambda layers, are_cast=False: may_lose)
+    asked = []
+    monkeypatch.setattr(
+        streamed_weights, "may_lose_pins", lambda layers, are_cast=False: asked.append(are_cast) or may_lose
+    )
     ring = streamed_weights.weights_of(model.model.diffusion_model, torch.device("cpu"), HOST).ring
     ring._copied = copies = Copies()
     staged, begin = [], StagingRing._begin_copy
@@ -161,3 +164,4 @@ def test_nothing_is_copied_ahead_while_memory_may_be_taken(
     assert_image(sample, ours, plain, vbar, steps=2)
     assert any(staged) != may_lose
     assert bool(copies.waits) == may_lose
+    assert set(asked) == {False, True}, "of all layers once a call, and of those that a block has cast"

@@ -72,6 +72,15 @@ def assert_image(sample, ours, theirs, vbar, steps=1, **options):
     assert not any("_prefetch" in vars(layer) for layer in ours.model.modules())
 
 
+def noted_fills(monkeypatch):
+    """Return a list to which each fill adds whether all weights got into their pages."""
+    fill, filled = streamed_weights.StreamedWeights.fill, []
+    monkeypatch.setattr(
+        streamed_weights.StreamedWeights, "fill", lambda self, layers: filled.append(fill(self, layers)) or filled[-1]
+    )
+    return filled
+
+
 def layers_of(model):
     return [layer for layer in model.model.diffusion_model.modules() if "_v" in vars(layer)]
 
@@ -353,12 +362,9 @@ def test_pages_that_are_given_up_while_loras_are_added_are_not_read(
             vbar.make_room(vbar.max_size)
         return add(patch, weight)
 
-    fill, filled = streamed_weights.StreamedWeights.fill, []
+    filled = noted_fills(monkeypatch)
     monkeypatch.setattr(LowVramPatch, "__call__", make_room)
     monkeypatch.setattr(streamed_weights, "FILL_BYTES", 2**18)
-    monkeypatch.setattr(
-        streamed_weights.StreamedWeights, "fill", lambda self, layers: filled.append(fill(self, layers)) or filled[-1]
-    )
     image = sample(adapted(low_rank)(ours, 1.0), "tiny_sd15", steps=2)
     assert next(calls) > at
     assert False in filled
