@@ -1,15 +1,16 @@
 """Random prompts in a real ComfyUI server whose GPU is short of memory: is each image right, does anything stay behind?
 
     python benchmarks/soak_streamed.py --comfyui CHECKOUT [--home FOLDER] [--prompts 500] [--minutes 10] [--leave GIB]
-        [--depth N] [--sizes SIZE,...] [--keep-models]
+        [--models MODEL,...] [--depth N] [--sizes SIZE,...] [--keep-models]
 
 Two models (SDXL in fp16, and Flux with 6 + 12 blocks in bf16 or with N + N) take turns at random, at three sizes,
 without a LoRA or with one of two strengths. ComfyUI may use --leave GiB of the GPU (its --vram-headroom is the rest),
 which is less than both models need, so they evict each other. ComfyUI loads a model again when the other one ran in
-between, unless --keep-models. The latent of each prompt is compared with that of the same prompt without our nodes,
-which stays in --home, as does a latent that differs. The exit status is 1 if a latent differs, or differs by much more
-than others of its case, if a prompt or a graph's check fails, a page of weights stays pinned, memory grows or something
-compiles that was compiled before.
+between, unless --keep-models. With one model alone, a changed LoRA has weights added to pages that are there. The
+latent of each prompt is compared with that of the same prompt without our nodes, which stays in --home, as does a
+latent that differs. The exit status is 1 if a latent differs, or differs by much more than others of its case, if a
+prompt or a graph's check fails, a page of weights stays pinned, memory grows or something compiles that was compiled
+before.
 """
 
 from __future__ import annotations
@@ -100,13 +101,14 @@ def main() -> None:
     parser.add_argument("--leave", type=float, default=9.0, help="GiB of the GPU that ComfyUI may use")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=MODELS, help="such as flux6")
     parser.add_argument("--depth", type=int, help="blocks of each kind of Flux; its own number by default")
     parser.add_argument("--sizes", type=bench.sizes, default=SIZES, help="such as 768x768,512x512")
     parser.add_argument("--keep-models", action="store_true", help="both models stay loaded (ComfyUI's --cache-lru)")
     options = parser.parse_args()
     options.end = time.monotonic() + 60 * options.minutes
     options.home = options.home or Path(tempfile.mkdtemp())
-    options.models = [bench.with_depth(model, options.depth) for model in MODELS]
+    options.models = [bench.with_depth(model, options.depth) for model in options.models]
     for model in options.models:
         if not bench.weights_of(options, model).exists():
             command = [sys.executable, bench.__file__, "--comfyui", str(options.comfyui), "--home", str(options.home)]
