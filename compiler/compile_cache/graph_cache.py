@@ -345,7 +345,7 @@ class GraphCache:
         new = [entry for entry in entries if not entry.has_run]
         for entry in new:
             entry.has_run = True
-        self.renewals.note(entry for entry in new if entry.source != "file")  # what its maker signed stays his
+        self.renewals.note(entry for entry in new if not entry.graph.is_foreign)
 
     def evict(self, entry: CacheEntry) -> None:
         """Remove a wrong graph from memory and from the store. The next request for it compiles it again."""
@@ -367,11 +367,13 @@ class GraphCache:
     def store_graphs(self, graphs: Iterable[CompiledGraph]) -> set[str]:
         """Write graphs to the store unless it has them. Return the keys of those that it now holds.
 
-        The store lacks graphs that came from a file, and graphs that did not fit on a full disk.
+        The store lacks graphs that came from a file, and graphs that did not fit on a full disk. Foreign ones are not
+        written: the store's files are signed by this machine.
         """
         by_key = {graph.key: graph for graph in graphs}
         for key in by_key.keys() - self.stored_keys():
-            self._put(by_key[key])
+            if not by_key[key].is_foreign:
+                self._put(by_key[key])
         return by_key.keys() & self.stored_keys()
 
     def stored_keys(self) -> set[str]:

@@ -223,6 +223,8 @@ class CompiledGraph(GraphIdentity):
     """A graph that can be called. It holds no weights."""
 
     executable: Executable
+    is_foreign: bool = False
+    """Whether somebody else signed the file that it came from. Their file is where it stays: trust can be withdrawn."""
 
     @property
     def precision(self) -> torch.dtype | None:

@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, BinaryIO, TypeVar
 
 import numpy
@@ -63,11 +63,13 @@ class StoredGraph(GraphIdentity):
     """A graph in the form that is written to disk."""
 
     executable: bytes
+    is_foreign: bool = field(default=False, compare=False)
+    """As in `CompiledGraph`."""
 
     @classmethod
     def of(cls, graph: CompiledGraph) -> StoredGraph:
         """Return the stored form of a compiled graph. Raises what the backend raises if it cannot be stored."""
-        return cls(**graph.identity(), executable=graph.executable.to_bytes())
+        return cls(**graph.identity(), executable=graph.executable.to_bytes(), is_foreign=graph.is_foreign)
 
     def load(self, backend: Backend, device: torch.device | None = None) -> CompiledGraph:
         """Return the graph ready to run, on another device of the kind that it was made on if one is named.
@@ -76,7 +78,7 @@ class StoredGraph(GraphIdentity):
         """
         spec = self.spec if device is None else replace(self.spec, device=str(device))
         fields = self.identity() | {"spec": spec}
-        return CompiledGraph(**fields, executable=backend.load(self.executable, spec))
+        return CompiledGraph(**fields, executable=backend.load(self.executable, spec), is_foreign=self.is_foreign)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,10 @@ def read_graphs(
         raise problem
     entries = [entry for entry in _entries(header.manifest) if is_wanted(entry)]
     blobs = [_read_blob(file, header, entry) for entry in entries]
-    return _map_in_threads(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
+    unpacked = _map_in_threads(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
+    is_foreign = not _is_own(trust, header)
+    return [StoredGraph(**entry.identity(), executable=code, is_foreign=is_foreign)
+            for entry, code in zip(entries, unpacked, strict=True)]  # fmt: skip
 
 
 def read_contents(
@@ -248,6 +253,13 @@ def _read_header(file: BinaryIO) -> _Header:
     return _Header(manifest, signature, public if public.key else None, fields, 8 + length, total - 8 - length)
 
 
+def _is_own(trust: Trust, header: _Header) -> bool:
+    try:
+        return trust.signed(header.manifest.encode(), header.signature)
+    except UnusableKey:
+        return False
+
+
 def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> UntrustedFile | None:
     """Return why this machine must not run a file's graphs, or None if it may."""
     problem: UntrustedFile | None = UntrustedFile(NOT_MADE_HERE)
@@ -283,7 +295,7 @@ def _place(fields: Any, size: int) -> tuple[int, int]:
     raise GraphFileError("the file is damaged (a graph that it lists is not in it)")
 
 
-def _unpack(entry: Entry, blob: bytes) -> StoredGraph:
+def _unpack(entry: Entry, blob: bytes) -> bytes:
     unpacker = zlib.decompressobj()
     try:
         executable = unpacker.decompress(blob, entry.size + 1)
@@ -291,7 +303,7 @@ def _unpack(entry: Entry, blob: bytes) -> StoredGraph:
         raise GraphFileError(f"the file is damaged ({error})") from None
     if len(executable) != entry.size or not unpacker.eof:
         raise GraphFileError(f"the file is damaged (the graph of {_quoted(entry.spec.region)} has the wrong size)")
-    return StoredGraph(**entry.identity(), executable=executable)
+    return executable
 
 
 def _entries(manifest: str) -> list[Entry]:

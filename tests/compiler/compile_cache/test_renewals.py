@@ -211,11 +211,11 @@ def test_an_entry_of_another_signer_stays_his(store, entry, tmp_path):
     assert renewed(store, entry) == b"code"
 
 
-def test_a_graph_of_a_file_does_not_replace_the_one_in_the_store(store, entry):
+def test_a_graph_of_another_signer_does_not_replace_the_one_in_the_store(store, entry):
     """Its maker's signature stands for it, and not this machine's."""
     put(store, entry)
     cache = GraphCache(store)
-    cache.note_run([CacheEntry(entry.graph, "file")])
+    cache.note_run([CacheEntry(replace(entry.graph, is_foreign=True), "file")])
     cache.renewals.finish()
     assert store.get(KEY).executable == b"code"
 

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -300,6 +301,18 @@ def test_graphs_of_a_file_are_stored_before_eviction(tmp_path):
     assert registry.evict("workflow", registry.keep("workflow")) == 1
     network(*network.inputs(sizes()))
     assert (reader.counters.compiles, reader.counters.from_disk) == (0, 1)
+
+
+def test_graphs_that_somebody_else_signed_are_not_stored(tmp_path):
+    compiled = used(Registry(), transformer())
+    registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
+    reader = install(network, registry, current_call=lambda: call)
+    reader.load([replace(StoredGraph.of(graph), is_foreign=True) for graph in compiled.graphs()])
+    registry.assign("workflow", "node", reader)
+    assert registry.evict("workflow", registry.keep("workflow")) == 0
+    assert not list(tmp_path.glob("*.safetensors"))
+    network(*network.inputs(sizes()))
+    assert (reader.counters.compiles, reader.counters.from_disk) == (0, 0)
 
 
 def test_graphs_that_nothing_holds_stay_in_memory(tmp_path):

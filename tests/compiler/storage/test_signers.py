@@ -58,6 +58,7 @@ def test_a_file_runs_where_its_signer_is_trusted_and_only_while_he_is(maker, min
     assert mine.signers.add(signer_of(maker))
     assert not mine.signers.add(signer_of(maker)), "once is enough"
     assert read_graphs(data, mine) == [graph()]
+    assert [[each.is_foreign for each in read_graphs(data, owner)] for owner in (mine, maker)] == [[True], [False]]
     assert mine.signers.remove(signer_of(maker).fingerprint)
     assert not mine.signers.remove(signer_of(maker).fingerprint)
     with pytest.raises(UntrustedFile):
