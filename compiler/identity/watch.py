@@ -260,7 +260,11 @@ def _weak(value: Any) -> Any:
 
 
 def _alive(kept: Any) -> Any:
-    return kept() if type(kept) is _Ref else kept
+    """Return the object that was kept. One that is gone is not None: None may have taken its place."""
+    if type(kept) is not _Ref:
+        return kept
+    value = kept()
+    return _MISSING if value is None else value
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import types
 import weakref
@@ -82,6 +83,8 @@ class Block(nn.Module):
         self.norms = Norms()
         self.reference = weakref.ref(gain)
         self._private = 1.0
+        self.scaler = Scaler(1.5)
+        self.gate = nn.Tanh()
         self.register_buffer("offset", None)
 
     def forward(self, x):
@@ -89,6 +92,8 @@ class Block(nn.Module):
         x = self.closure(self.method(gain(x))) * float(self.curve[2]) * self.slots.level * self._private
         x = self.norms.widen(self.norms.shift(x)) * self.nested["a"][0]["b"][0] * Norms.EPS * CONFIG.gain
         x = self.partial(x)
+        x = x if self.scaler is None else self.scaler.scale(x)
+        x = x if self.gate is None else self.gate(x)
         return x if self.offset is None else x + self.offset
 
 
@@ -142,6 +147,14 @@ def bias_from_none(block):
     block.norm.bias = nn.Parameter(torch.ones(8))
 
 
+def without(name):
+    def remove(block):
+        setattr(block, name, None)
+        gc.collect()  # what was there is gone
+
+    return remove
+
+
 CHANGES = {
     "a number": lambda b: setattr(b, "eps", 0.75),
     "a private number": lambda b: setattr(b, "_private", 2.0),
@@ -161,6 +174,8 @@ CHANGES = {
     "state behind a bound method": lambda b: setattr(b.method.__self__, "factor", 6.0),
     "state in a closure": lambda b: b.closure.__closure__[0].cell_contents.__setitem__(0, 8.0),
     "state in a partial": lambda b: b.partial.func.__closure__[0].cell_contents.__setitem__(0, 8.0),
+    "None for an object that goes": without("scaler"),
+    "None for a layer that goes": without("gate"),
     "an attribute that hides a method": lambda b: setattr(b.norms, "shift", lambda x: x - 5),
 }
 
