@@ -106,7 +106,7 @@ class CompiledModel:
         forward already. So one that is not at its path runs eagerly, and the one that is there gets no forward.
         """
         is_same = self._kinds.are_unchanged()
-        modules = self._kinds.modules() if is_same else self._kinds.describe_again()
+        modules = self._kinds.modules() if is_same or self._kinds.go_back() else self._kinds.describe_again()
         # Also where nothing has changed since: what missed a graph in the last sampling had all regions described.
         for path, forward in list(self._forwards.items()):
             module, kind = modules.get(path), self._kinds.at(path)

@@ -40,6 +40,14 @@ class Target:
 
 
 @dataclass(frozen=True)
+class _Described:
+    """What all regions were when they were described, and what tells whether they still are."""
+
+    watch: Watch
+    fingerprints: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Options:
     """What whoever compiles a model may choose."""
 
@@ -64,7 +72,9 @@ class RegionKinds:
         self._fingerprints: dict[str, str] = {}
         self._states: dict[str, set[str]] = defaultdict(set)
         """By path: what a region has been."""
-        self._watch = self._describe_all(paths)
+        self._described = self._describe_all(paths)
+        self._before: _Described | None = None
+        """The description before. Other code changes blocks for the length of a call, and takes it back."""
 
     def __iter__(self) -> Iterator[RegionKind]:
         """Iterate over the kinds, also those that no region is of any more."""
@@ -103,12 +113,23 @@ class RegionKinds:
 
     def are_unchanged(self) -> bool:
         """Whether the regions are still what was described. Takes milliseconds."""
-        return self._watch.holds()
+        return self._described.watch.holds()
 
     def describe_again(self) -> dict[str, nn.Module]:
         """Describe all regions as they are now; return the modules at their paths, without those that are gone."""
-        self._watch = self._describe_all(list(self._fingerprints))
+        if not self.are_unchanged():
+            self._before = self._described
+        self._described = self._describe_all(list(self._fingerprints))
         return self.modules()
+
+    def go_back(self) -> bool:
+        """Return whether the regions are what they were before they changed last; if so, take them for that."""
+        before = self._before
+        if before is None or not before.watch.holds():
+            return False
+        self._before, self._described = self._described, before
+        self._fingerprints = dict(before.fingerprints)
+        return True
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules at the regions' paths, without those that are gone."""
@@ -142,20 +163,21 @@ class RegionKinds:
             return
         self.target = replace(self.target, device=device)
         self._kinds.clear()
+        self._before = None
         missing = self.target.backend.loads(device)
         self._describe_all(list(self._fingerprints))
         for kind in self._kinds.values():
             kind.closed = kind.closed or (Reason(ReasonCode.BACKEND, missing) if missing else None)
 
-    def _describe_all(self, paths: Iterable[str]) -> Watch:
-        """Describe the regions as they are now; return the places that were looked at."""
+    def _describe_all(self, paths: Iterable[str]) -> _Described:
+        """Describe the regions as they are now."""
         model, describer, paths = self._model(), Describer(self.target.host), list(paths)
         for path in paths:
             module = self._submodule(path)
             if module is not None:
                 self._describe(path, module, describer)
         describer.watch.children(model, paths)
-        return describer.watch
+        return _Described(describer.watch, dict(self._fingerprints))
 
     def _describe(self, path: str, module: nn.Module, describer: Describer) -> RegionKind:
         """Return the kind that a region is of now, and remember that it is."""

@@ -233,6 +233,27 @@ def test_what_a_wrapper_changes_for_the_length_of_a_call_shows(compiled, sample,
         assert same(sample(ours, NAME), changed)
 
 
+def test_what_comes_and_goes_with_each_call_is_not_described_in_each(compiled, sample, monkeypatch):
+    from compiled_graphs.compiler.runtime.region_kinds import RegionKinds
+
+    patcher_extension = pytest.importorskip("comfy.patcher_extension", reason="this ComfyUI has no wrappers")
+    model, fast = compiled
+    described, describe_all = [], RegionKinds._describe_all
+    monkeypatch.setattr(
+        RegionKinds, "_describe_all", lambda self, paths: described.append(1) or describe_all(self, paths)
+    )
+
+    def changing(executor, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            edit_heads(model.model.diffusion_model, patch)
+            return executor(*args, **kwargs)
+
+    clone = fast.clone()
+    clone.add_wrapper_with_key(patcher_extension.WrappersMP.DIFFUSION_MODEL, "test", changing)
+    sample(clone, NAME, steps=4)
+    assert len(described) == 2, "when it is there first, and when its graphs are missing"
+
+
 def test_a_block_that_is_replaced_and_freed(compiled, sample):
     model, fast = compiled
     sample(fast, NAME)
