@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib
+import importlib.util
 import json
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +58,14 @@ def _is_spelled(name: str, attributes: frozenset[str], strings: frozenset[str]) 
     return any(name.endswith(attribute) for attribute in attributes if attribute.startswith("__"))
 
 
+@dataclass(frozen=True)
+class _ClassMethod:
+    """A class method that code names, and the class before its name."""
+
+    function: types.FunctionType
+    cls: type
+
+
 class CodeWalk:
     """Follows code from some functions and classes to everything that they name."""
 
@@ -79,12 +90,17 @@ class CodeWalk:
             if item in seen:
                 continue
             seen.add(item)
-            pending.extend(self._class(item) if isinstance(item, type) else self._function(item))
+            pending.extend(self._code_of(item))
             pending.extend(self._values.code - seen)
         digest = hashlib.sha256("\n\n".join(sorted(self._records)).encode()).hexdigest()
         attributes = None if self._reads_any_attribute else frozenset(self._attributes)
         strings, others = frozenset(self._strings), frozenset(self._read_by_others)
         return Code(digest, strings, self._values.obscure, others, attributes)
+
+    def _code_of(self, item: Any) -> Iterator[Any]:
+        if isinstance(item, _ClassMethod):
+            return self._class_method(item)
+        return self._class(item) if isinstance(item, type) else self._function(item)
 
     def _replaced_in_torch(self) -> Iterator[types.FunctionType]:
         """Yield the functions that somebody has put in the place of torch's own."""
@@ -167,31 +183,92 @@ class CodeWalk:
 
     def _resolve(self, item: Any, chain: tuple[str, ...], source: Source) -> Iterator[Any]:
         """Yield the functions and classes that a dotted name leads to, and record the value at its end."""
-        value: Any = None
-        space: Mapping[str, Any] | None = _namespace(item)
-        if chain[0] not in space and chain[0] in source.bound:
+        space = _namespace(item)
+        if chain[0] in source.imported:
+            yield from self._imported(item, chain, source)
+        if chain[0] in space or not (chain[0] in source.bound or chain[0] in source.imported):
+            yield from self._follow(item, chain, source, space)
+
+    def _imported(self, item: Any, chain: tuple[str, ...], source: Source) -> Iterator[Any]:
+        """The same for a name that the code imports when it runs."""
+        level, name, member = source.imported[chain[0]]
+        with suppress(ImportError):
+            name = importlib.util.resolve_name("." * level + name, _package(item)) if level else name
+        if is_outside(name, self._host):
             return
+        module, rest = _module(name), chain[1:]
+        if module is not None and member in vars(module):
+            rest = (member, *rest)
+        elif member:
+            module = _module(f"{name}.{member}")
+        if module is not None and rest:
+            yield from self._follow(item, chain, source, vars(module), rest)
+
+    def _class_method(self, item: _ClassMethod) -> Iterator[Any]:
+        """Yield a class method's function, and what it reads of the class that it is called on."""
+        yield item.function
+        if is_outside(home_of(item.function), self._host):
+            yield item.cls  # such as `torch.autograd.Function.apply`, which calls the methods of the class
+            return
+        source, first = read_source(item.function), item.function.__code__.co_varnames[:1]
+        for chain in source.names:
+            if chain == first:
+                yield item.cls
+            elif chain[:1] == first:
+                space = _space_of(item.cls, chain[1])
+                yield from self._follow(item.function, chain, source, space, chain[1:], item.cls)
+
+    def _follow(
+        self,
+        item: Any,
+        said: tuple[str, ...],
+        source: Source,
+        space: Mapping[str, Any] | None,
+        chain: tuple[str, ...] | None = None,
+        cls: type | None = None,
+    ) -> Iterator[Any]:
+        """Follow a dotted name from a namespace on.
+
+        `chain` is what is left of the name there, if not all of it, and `cls` the class that has the namespace.
+        """
+        chain = said if chain is None else chain
+        value: Any = cls
         reads_data = not is_in(home_of(item), self._host.layer_modules)
         for place, part in enumerate(chain):
             if space is None:
                 break
+            cls = value if isinstance(value, type) else None
+            self._watch_before(cls, part)
             value = space.get(part, _MISSING)
             if reads_data or isinstance(value, types.FunctionType | type):
                 self._watch.name(space, part)
             if value is _MISSING:
                 return
-            if reads_data and chain[: place + 1] in source.changed and not isinstance(value, types.ModuleType):
+            named = said[: len(said) - len(chain) + place + 1]
+            if reads_data and named in source.changed and not isinstance(value, types.ModuleType):
                 self._values.describe(value, part)  # this watches the value
                 self._values.mark_obscure(ReasonCode.GLOBAL_STATE, f"{qualified_name(item)}: {part}")
                 return
             if isinstance(value, types.ModuleType) and is_bookkeeping(value, self._host):
                 reads_data = False
             space = _space_of(value, chain[place + 1]) if place + 1 < len(chain) else None
-        yield from self._value(f"{qualified_name(item)}: {'.'.join(chain)}", value, reads_data)
+        yield from self._value(f"{qualified_name(item)}: {'.'.join(said)}", value, reads_data, cls)
 
-    def _value(self, name: str, value: Any, reads_data: bool) -> Iterator[Any]:
+    def _watch_before(self, cls: type | None, name: str) -> None:
+        """Watch for an entry that would come before the one that a class has under this name, in a subclass."""
+        for each in cls.__mro__ if cls is not None else ():
+            if name in vars(each):
+                return
+            self._watch.name(vars(each), name)
+
+    def _value(self, name: str, value: Any, reads_data: bool, cls: type | None) -> Iterator[Any]:
+        """Yield the code that a value is. `cls` is the class on which code has named it."""
+        is_on_class = isinstance(value, classmethod)
+        value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
         value = getattr(value, "__wrapped__", value) if isinstance(value, functools._lru_cache_wrapper) else value
-        if isinstance(value, types.FunctionType | type):
+        if is_on_class and cls is not None and isinstance(value, types.FunctionType):
+            yield _ClassMethod(value, cls)
+        elif isinstance(value, types.FunctionType | type):
             yield value
             yield from self._constructors(value) if isinstance(value, type) else ()
         elif isinstance(value, types.ModuleType | argparse.Namespace) or not reads_data:
@@ -234,6 +311,20 @@ def _namespace(item: Any) -> Mapping[str, Any]:
     if isinstance(item, types.FunctionType):
         return item.__globals__
     return vars(sys.modules.get(item.__module__, types.ModuleType("empty")))
+
+
+def _package(item: Any) -> str:
+    """Return the package that relative imports of an item's module start from."""
+    space = _namespace(item)
+    name = space.get("__name__") or ""
+    return space.get("__package__") or (name if "__path__" in space else name.rpartition(".")[0])
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """Return a module that code imports while it runs. It is imported now if it was not."""
+    with suppress(Exception):  # such as a package that is not installed: then the code runs without it
+        return importlib.import_module(name)
+    return None
 
 
 def _methods(cls: type) -> list[tuple[str, types.FunctionType]]:

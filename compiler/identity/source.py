@@ -10,7 +10,7 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -47,6 +47,9 @@ class Source:
     """Dotted names whose content the code changes. A global among them is memory, not a setting."""
     attributes: frozenset[str] = field(default=frozenset())
     """Names of attributes that the code reads, on any object."""
+    imported: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
+    """What the code imports while it runs, by the name it gets: dots before the module, the module, and the name in it,
+    or "" for the module itself."""
     string_constants: frozenset[str] = field(default=frozenset())
     """String constants of the code. The code cannot look up another key by a constant."""
     reads_any_attribute: bool = True
@@ -113,6 +116,7 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         frozenset(_bound(nodes)) - {name for node in nodes if isinstance(node, ast.Global) for name in node.names},
         frozenset(_changed(nodes)) - {()},
         frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
+        dict(_imported(nodes)),
         frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
         _reads_any_attribute(nodes),
     )
@@ -203,6 +207,16 @@ def _bound(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.arg
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
+
+
+def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, tuple[int, str, str]]]:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((a.asname or a.name, (node.level, node.module or "", a.name)) for a in node.names)
+        elif isinstance(node, ast.Import):  # without `as`, the name is that of the outermost package
+            yield from ((a.asname, (0, a.name, "")) for a in node.names if a.asname)
+            roots = {a.name.partition(".")[0] for a in node.names if not a.asname}
+            yield from ((root, (0, root, "")) for root in roots)
 
 
 def _changed(nodes: list[ast.AST]) -> Iterator[tuple[str, ...]]:

@@ -605,3 +605,87 @@ def test_replaced_torch_function_changes_fingerprint(owner, name, monkeypatch):
     after = of(block)
     monkeypatch.undo()
     assert after != before
+
+
+CALLED = """
+class Shared:
+    LEVEL = 2.0
+
+    @staticmethod
+    def double(x):
+        return x * 2
+
+    @classmethod
+    def scale(cls, x):
+        return cls.shift(x) * cls.LEVEL
+
+    @classmethod
+    def shift(cls, x):
+        return x + 1
+
+class Helper(Shared):
+    pass
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+"""
+
+
+def with_call(load, call, name="edited_blocks"):
+    """Return a module whose block has `call` in its forward."""
+    plain = "        x = self.norm(widen(self.linear(x)))"
+    return load(("class Base", f"{CALLED}class Base"), (plain, f"        {call}\n{plain}"), name=name)
+
+
+@pytest.mark.parametrize(
+    ("call", "change"),
+    [
+        ("x = Helper.double(x)", lambda m: setattr(m.Shared, "double", staticmethod(lambda x: x * 5))),
+        ("x = Helper.scale(x)", lambda m: setattr(m.Shared, "scale", classmethod(lambda cls, x: x * 5))),
+        ("x = Helper.scale(x)", lambda m: setattr(m.Shared, "shift", classmethod(lambda cls, x: x + 5))),
+        ("x = Helper.scale(x)", lambda m: setattr(m.Shared, "LEVEL", 5.0)),
+        ("x = Helper.scale(x)", lambda m: setattr(m.Helper, "LEVEL", 5.0)),
+        ("x = Function.apply(x)", lambda m: setattr(m.Function, "forward", staticmethod(lambda ctx, x: x * 5))),
+    ],
+    ids=["static method", "class method", "called by it", "read by it", "hidden in a subclass", "autograd"],
+)
+def test_methods_that_are_called_on_a_class_are_read(load, call, change):
+    module = with_call(load, call)
+    block, describer = module.Block(), Describer(Host())
+    before = describer.describe(block).fingerprint
+    assert describer.watch.holds()
+    change(module)
+    assert of(block) != before
+    assert not describer.watch.holds()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from edited_blocks import double as twice; x = twice(x)",
+        "import edited_blocks as blocks; x = blocks.double(x)",
+        "import edited_blocks; x = edited_blocks.double(x)",
+        "from .edited_blocks import double; x = double(x)",
+        "from . import edited_blocks as blocks; x = blocks.double(x)",
+    ],
+)
+def test_what_code_imports_when_it_runs_is_read(load, monkeypatch, line):
+    module = with_call(load, line, "package.edited_blocks")
+    package = types.ModuleType("package")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "package", package)
+    monkeypatch.setitem(sys.modules, "edited_blocks", module)
+    block, describer = module.Block(), Describer(Host())
+    before = describer.describe(block).fingerprint
+    assert describer.watch.holds()
+    module.double = lambda x: x * 7
+    assert of(block) != before
+    assert not describer.watch.holds()
+
+
+def test_what_cannot_be_imported_is_left_out(load):
+    line = "from .nowhere import a; from nowhere.at import b; import nowhere.all as c; x = a(b, c.d) if x is None else x"
+    assert of(with_call(load, line).Block()) == of(with_call(load, line).Block())
