@@ -113,7 +113,7 @@ class ComfyProcess:
         request = urllib.request.Request(f"{self.address}/free", body, {"Content-Type": "application/json"})
         try:
             urllib.request.urlopen(request, timeout=60).close()
-        except urllib.error.HTTPError:  # a ComfyUI without this path keeps them
+        except OSError:  # a ComfyUI without this path keeps them, and one that has ended has none
             return
 
     def end_of_log(self) -> str:

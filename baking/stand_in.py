@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..compiler.common.files import write_whole
+
 SUFFIXES = (".safetensors", ".sft")
 MAX_HEADER = 100 * 2**20
 """Bytes that safetensors allows."""
@@ -48,13 +50,17 @@ def headers_in(folder: Path) -> dict[str, Path]:
 def copy_headers(models: Path, target: Path) -> dict[str, int]:
     """Write the header of each safetensors file of a folder to another one. Return their bytes by path.
 
-    Raises NotAHeader and OSError.
+    Nothing is written over a file with weights. Raises NotAHeader and OSError.
     """
+    if target.resolve().is_relative_to(models.resolve()):
+        raise FileExistsError(f"{target} is a part of {models}: choose another folder")
     written = {}
     for name, path in headers_in(models).items():
-        header = read_header(path)
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(header)
+        header, place = read_header(path), target / name
+        if place.exists() and place.stat().st_size > len(read_header(place)):
+            raise FileExistsError(f"{place} is there already and has weights: choose an empty folder")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, header)
         written[name] = len(header)
     return written
 

@@ -109,10 +109,10 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
     nodes = list(ast.walk(tree))
     # A lambda's text is its whole line, which may hold other lambdas too.
     code = _bytecode(item.__code__) if getattr(item, "__name__", "") == "<lambda>" else ""
-    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    left = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)} | set(map(id, _decorators(tree)))
     return Source(
         f"{title}\n{ast.unparse(tree)}{code}",
-        tuple(sorted({tuple(chain) for node in nodes if id(node) not in inner and (chain := _dotted(node))})),
+        tuple(sorted({tuple(chain) for node in nodes if id(node) not in left and (chain := _dotted(node))})),
         frozenset(_bound(nodes)) - {name for node in nodes if isinstance(node, ast.Global) for name in node.names},
         frozenset(_changed(nodes)) - {()},
         frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
@@ -120,6 +120,14 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
         _reads_any_attribute(nodes),
     )
+
+
+def _decorators(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield what ran when the item was defined. What a decorator has made of a function is what is read instead."""
+    for item in tree.body:
+        for each in (item, *(item.body if isinstance(item, ast.ClassDef) else ())):
+            for decorator in getattr(each, "decorator_list", ()):
+                yield from ast.walk(decorator)
 
 
 def _reads_any_attribute(nodes: list[ast.AST]) -> bool:

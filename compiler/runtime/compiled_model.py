@@ -68,6 +68,10 @@ class CompiledModel:
         self._forwards: weakref.WeakValueDictionary[str, RegionForward] = weakref.WeakValueDictionary()
         self._canary = Canary()
 
+    def __reduce__(self) -> tuple:
+        """Copy and pickle as None: a copy of a network is not compiled. Hooks of others have attributes of ours."""
+        return type(None), ()
+
     def prepare(self, call: ModelCall, on_progress: OnProgress = no_progress, name: str = "") -> None:
         """Provide the graphs that a call of the network will use: from memory, the store, or compiled now.
 

@@ -439,7 +439,7 @@ class _ClaimObject:
 def open_store(place: str) -> FolderStore | UrlStore:
     """Return the store in a folder or at a URL. Raises StoreError if there is no driver for the URL."""
     if "://" not in place:
-        return FolderStore(place)
+        return FolderStore(os.path.expanduser(place))
     if place.split("://")[0] not in ("file", "local"):
         return UrlStore(place)
     _require_driver(place)

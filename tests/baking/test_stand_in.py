@@ -29,6 +29,21 @@ def test_a_header_stands_in_for_a_file(models, tmp_path, capsys):
     assert not tensors["a"].any()
 
 
+def test_no_header_is_written_over_weights(models, tmp_path, capsys):
+    weights = (models / "unet" / "net.safetensors").read_bytes()
+    (tmp_path / "link").symlink_to(models)
+    (tmp_path / "others" / "unet").mkdir(parents=True)
+    (tmp_path / "others" / "unet" / "net.safetensors").write_bytes(weights)
+    for target, said in ((models, "is a part of"), (models / "headers", "is a part of"),
+                         (tmp_path / "link", "is a part of"), (tmp_path / "others", "has weights")):  # fmt: skip
+        assert main(["headers", str(models), str(target)]) == 2
+        assert said in capsys.readouterr().out
+        assert (models / "unet" / "net.safetensors").read_bytes() == weights
+    assert (tmp_path / "others" / "unet" / "net.safetensors").read_bytes() == weights
+    for _ in range(2):  # what it wrote itself it may write again
+        assert main(["headers", str(models), str(tmp_path / "headers")]) == 0
+
+
 def packed(text):
     return struct.pack("<Q", len(text)) + text
 

@@ -31,6 +31,8 @@ from ...storage.trust import Trust, sha256
 from .fitting import fits_here
 
 FOLDER = "compiled_graphs"
+DEFAULT_NAME = "graphs"
+"""Of a file whose prefix is empty or names a folder only."""
 NONE = "none"
 """What is chosen where there is no file."""
 NEWEST = " (newest)"
@@ -71,7 +73,7 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     name = filename_prefix
     try:
         os.makedirs(folder, exist_ok=True)
-        place, stem, counter, _, _ = folder_paths.get_save_image_path(filename_prefix, folder)
+        place, stem, counter = _place(filename_prefix, folder)
         path, newest = (Path(place, f"{stem}_{number:05}_{SUFFIX}") for number in (counter, counter - 1))
         if _holds(newest, graphs):
             return say("{count} graphs are in {name} already", count=len(graphs), name=newest.name)
@@ -89,6 +91,23 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
             )
         ) from None
     return say("{count} graphs saved to {name}, {size:.1f} MB", count=len(graphs), name=name, size=len(data) / 1e6)
+
+
+def _place(filename_prefix: str, folder: str) -> tuple[str, str, int]:
+    """Return the folder, the name and the number of the next file. A prefix that names a folder gets a name in it."""
+    prefix = filename_prefix.replace("\\", "/").strip()
+    if os.path.basename(prefix) in ("", "."):
+        prefix = f"{prefix}{DEFAULT_NAME}"
+    try:
+        place, stem, counter, _, _ = folder_paths.get_save_image_path(os.path.normpath(prefix), folder)
+    except OSError:
+        raise
+    except Exception:  # ComfyUI raises one for names that lead elsewhere
+        sentence = say("'{name}' is outside of the folder of graphs: choose another name.", name=filename_prefix)
+        raise GraphFileError(sentence) from None
+    while Path(place, f"{stem}_{counter:05}_{SUFFIX}").exists():
+        counter += 1
+    return place, stem, counter
 
 
 def _holds(path: Path, graphs: list[CompiledGraph]) -> bool:

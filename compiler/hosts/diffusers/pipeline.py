@@ -141,7 +141,7 @@ def save_pipe(
     It also saves the variants that earlier runs used. Other files in the folder stay. Raises FileExistsError if a file
     exists and `overwrite` is false. Raises ValueError if there is nothing to save, and makes no folder then.
     """
-    ignores, folder = tuple(ignores), Path(dir)
+    ignores, folder = tuple(ignores), Path(dir).expanduser()
     if not any(_compiled_parts(pipe, ignores)):
         compile_pipe(pipe, ignores=ignores)
     parts = {name: (network, part) for name, network, part in _compiled_parts(pipe, ignores)}
@@ -171,7 +171,7 @@ def load_pipe(
     GraphFileError if the folder has no graph files, or none for this pipeline.
     """
     options = options or Options()
-    stored, listed, backend = _read(Path(dir))
+    stored, listed, backend = _read(Path(dir).expanduser())
     parts = dict(_parts(pipe, ignores, options))
     for name, network in parts.items():
         _install(name, network, pipe, backend, options)
@@ -193,7 +193,8 @@ def warmup(pipe: Any, sizes: Iterable[tuple[int, int]], **arguments: Any) -> Non
     if "prompt" in accepted and not {"prompt", "prompt_embeds"} & arguments.keys():
         arguments["prompt"] = ""
     for height, width in sizes:
-        options = {"num_inference_steps": 1, "height": height, "width": width}
+        # With a strength below 1, image-to-image pipelines leave the first steps out: here, the only one.
+        options = {"num_inference_steps": 1, "height": height, "width": width, "strength": 1.0}
         pipe(**{name: value for name, value in options.items() if name in accepted} | arguments)
 
 
@@ -224,9 +225,17 @@ class Part:
         """Install the compiled regions, and the wrapper of the network that tells them which call is running."""
         for path, forward in self.compiled.forwards().items():
             self._replace(network.get_submodule(path), forward)
-        entrance.inner = network.__dict__.get("forward")
-        self._replace(network, entrance)
+        self._enter(network, entrance)
         setattr(network, STATE, self)
+
+    def _enter(self, network: nn.Module, entrance: NetworkWrapper) -> None:
+        """Install a network's wrapper: below accelerate's hook, which puts back what it found when it is removed."""
+        place = "_old_forward" if "_old_forward" in network.__dict__ else "forward"
+        before = network.__dict__.get(place)
+        is_own = isinstance(before, MethodType) and before.__func__ is type(network).forward
+        entrance.inner = None if is_own else before
+        self._ours.append((weakref.ref(network), entrance))
+        setattr(network, place, entrance)
 
     def uninstall(self, network: nn.Module) -> None:
         """Put the original forwards back."""
@@ -315,7 +324,14 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     if is_torch_compiled(network):
         log.warning("%s is compiled by torch.compile already, and left so.", name)
         return
-    regions = [region for region in find_regions(network) if HOST.module_is_clean(region.module)]
+    found = find_regions(network)
+    regions = [region for region in found if HOST.module_is_clean(region.module)]
+    if found and not regions:
+        text = (
+            "%s is not compiled: other code has hooks on its blocks. Compile a pipeline first, and then enable caches."
+        )
+        log.warning(text, name)
+        return
     if not regions:
         log.info("%s has no block that can be compiled.", name)
         return
@@ -329,7 +345,8 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     entrance = kind(network, "forward", None, compiled, _repeat)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
     part.owners.update(owners)
-    entrance.sampling = Scheduled(partial(_schedules, part.owners))
+    if not _is_coder(network) and not name.startswith(_TEXT_PARTS):  # those run once an image, or as people like
+        entrance.sampling = Scheduled(partial(_schedules, part.owners))
     part.install(network, entrance)
     registry().assign(type(owner).__name__, name, compiled)
 
@@ -366,14 +383,17 @@ def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, A
 
 
 def _put_back(module: nn.Module, ours: Callable) -> None:
-    """Undo one replacement, even if accelerate has wrapped it since."""
+    """Undo one replacement, even if accelerate or a hook of diffusers has wrapped it since."""
     before = getattr(ours, "inner", None)
     if module.__dict__.get("forward") is ours:
         module.__dict__.pop("forward")
         if before is not None:
             module.forward = before
-    elif module.__dict__.get("_old_forward") is ours:
-        module._old_forward = before or MethodType(type(module).forward, module)
+        return
+    hooks = getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ())
+    for holder, name in ((module, "_old_forward"), *((h, n) for h in hooks for n in ("forward", "original_forward"))):
+        if getattr(holder, name, None) is ours:
+            setattr(holder, name, before or MethodType(type(module).forward, module))
 
 
 def _write(name: str, path: Path, graphs: Sequence[CompiledGraph]) -> SavedPart:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import folder_paths
+import pytest
 from compiled_graphs.compiler.hosts.comfy import graph_folder
 from compiled_graphs.compiler.identity.graph_spec import CompiledGraph, GraphSpec
+from compiled_graphs.compiler.storage.graph_file import GraphFileError
 
 SPEC = GraphSpec(
     region="Block", device="cpu", weights=(), inputs=(), guards=(), mutated=(), outputs=(True,), tree="[1, {}]"
@@ -24,3 +26,33 @@ def test_a_graph_that_has_learned_something_is_saved_again_once(tmp_path, monkey
         graph_folder.write([graph], "graphs")
         counts.append(len(list(tmp_path.glob("*.safetensors"))))
     assert counts == [1, 1, 2, 2]
+
+
+def graph(number):
+    executable = SimpleNamespace(to_bytes=lambda: b"code", has_grown=lambda data: False)
+    return CompiledGraph(f"{number:064x}", "ab", "[]", "inductor", {}, SPEC, executable)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names"),
+    [
+        ("", ["graphs_00001_", "graphs_00002_"]),
+        ("sub/", ["sub/graphs_00001_", "sub/graphs_00002_"]),
+        ("sub\\sdxl", ["sub/sdxl_00001_", "sub/sdxl_00002_"]),
+        ("./sub//../flux", ["flux_00001_", "flux_00002_"]),
+    ],
+)
+def test_no_prefix_writes_over_a_file(tmp_path, monkeypatch, prefix, names):
+    monkeypatch.setattr(folder_paths, "get_folder_paths", lambda name: [str(tmp_path)])
+    for number in range(2):
+        graph_folder.write([graph(number)], prefix)
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.safetensors"))
+    assert found == [f"{name}.graph.safetensors" for name in names]
+
+
+@pytest.mark.parametrize("prefix", ["../elsewhere", "sub/../../x", "/elsewhere/x", ".."])
+def test_a_prefix_that_leads_out_is_refused(tmp_path, monkeypatch, prefix):
+    monkeypatch.setattr(folder_paths, "get_folder_paths", lambda name: [str(tmp_path / "graphs")])
+    with pytest.raises(GraphFileError, match="outside of the folder of graphs"):
+        graph_folder.write([graph(0)], prefix)
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -742,6 +742,90 @@ def test_an_offloaded_pipeline_runs_its_graphs(order, graphs):
         assert_same(image(pipe), expected, 0)
 
 
+def tile(network):
+    for module in network.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.padding_mode = "circular"
+
+
+def test_a_pipeline_that_offloads_each_part_stays_followed(graphs):
+    """Each image ends with accelerate's hooks being removed and made again."""
+    pipe = pipelines.sd15()
+    pipe.enable_model_cpu_offload(device="cpu")
+    eagerly_compiled(pipe)
+    plain = image(pipe)
+    tile(pipe.unet)
+    other = pipelines.sd15()
+    tile(other.unet)
+    expected = image(other)
+    assert (expected - plain).norm() > 1e-2 * plain.norm()
+    with totals.expect(retired=0):
+        assert_same(image(pipe), expected)
+    restore_pipe(pipe)
+    with totals.expect(calls=0):
+        assert_same(image(pipe), expected, 0)
+
+
+def test_a_decoder_that_changes_between_two_decodes_is_followed(graphs):
+    """The schedule of the last image says nothing of decodes, however many steps it has."""
+    pipe = eagerly_compiled(pipelines.sd15())
+    pipe("a cat", height=64, width=64, num_inference_steps=8, output_type="latent")
+    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = pipe.vae.decode(latent).sample
+        tile(pipe.vae)
+        ours = pipe.vae.decode(latent).sample
+        restore_pipe(pipe)
+        theirs = pipe.vae.decode(latent).sample
+    assert (theirs - plain).norm() > 1e-2 * plain.norm()
+    assert_same(ours, theirs)
+
+
+def test_restoring_reaches_below_the_hooks_of_a_cache(graphs):
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = eagerly_compiled(pipelines.flux())
+    image(pipe)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    restore_pipe(pipe)
+    pipe.transformer.disable_cache()
+    with totals.expect(calls=0):
+        image(pipe)
+    eagerly_compiled(pipe)
+    image(pipe)
+    assert reasons(pipe) == set()
+    assert totals.calls > 0
+
+
+def test_hooks_on_blocks_before_compiling_are_told(graphs, caplog):
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = pipelines.flux()
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    eagerly_compiled(pipe, ignores=["vae"])
+    assert "transformer is not compiled: other code has hooks on its blocks" in caplog.text
+
+
+def test_a_network_that_is_compiled_and_then_offloaded_can_be_copied(graphs):
+    from accelerate import cpu_offload_with_hook
+
+    pipe = eagerly_compiled(pipelines.sd15())
+    cpu_offload_with_hook(pipe.unet, "cpu")
+    copied = copy.deepcopy(pipe.unet)
+    assert sum(parameter.numel() for parameter in copied.parameters()) > 0
+
+
+def test_warming_up_runs_a_step_of_an_image_to_image_pipeline(graphs):
+    from diffusers import StableDiffusionImg2ImgPipeline
+
+    pipe = StableDiffusionImg2ImgPipeline(**pipelines.sd15().components)
+    pipe.set_progress_bar_config(disable=True)
+    eagerly_compiled(pipe)
+    with totals.expect(retired=0):
+        host.warmup(pipe, [(64, 64)], image=picture())
+    assert summaries(pipe)["unet"].compiled
+
+
 def test_random_sizes_compile_nothing_and_leak_nothing(graphs):
     def held() -> int:
         gc.collect()
