@@ -26,6 +26,7 @@ class ReasonCode(Enum):
     AUTOCAST = "autocast is on"
     SIZES_OUTSIDE = "sizes outside of what the graph was traced for"
     SIZES_UNCLEAR = "its sizes cannot be told apart from data ({})"
+    ONE_SIZE = "an operator that would be compiled for one size only ({})"
     DEPENDS_ON_VALUES = "what it computes depends on values ({})"
     SIZE_ARGUMENT = "an argument that changes with the size, or sizes that cannot be told apart"
     MANY_SIGNATURES = "an argument that keeps changing (more than {} kinds of call)"

@@ -424,7 +424,8 @@ class GraphCache:
         """Trace and compile in this process."""
         region, device = task.request.region, task.request.device
         exported = self.run(region, lambda: _traced(task), device, traces=True)
-        return exported.spec, self.run(region, lambda: task.by.backend.compile(exported), device)
+        executable = self.run(region, lambda: task.by.backend.compile(exported), device)
+        return exported.spec_now(), executable
 
     def _claim(self, key: str) -> threading.Lock:
         """Return what keeps other threads from compiling the same graph meanwhile."""

@@ -204,7 +204,8 @@ def _make(order: CompileRequest, host: Host) -> CompileResult:
         return CompileResult(reason=Reason(ReasonCode.CODE_DIFFERS))
     with current(request.device):
         exported = export_region(request, host)
-        return CompileResult(exported.spec, backend.compile(exported).to_bytes())
+        data = backend.compile(exported).to_bytes()
+        return CompileResult(exported.spec_now(), data)
 
 
 def _compile_example(backend: Backend, device: torch.device) -> None:

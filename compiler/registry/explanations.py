@@ -105,6 +105,10 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
         "这些块的代码在其他尺寸上有限制，与当前尺寸不符。",
     ),
     ReasonCode.SIZES_UNCLEAR: _SIZES,
+    ReasonCode.ONE_SIZE: Explanation(
+        "The compiler makes this operator for one size, and the graph would be wrong at others.",
+        "编译器只能为一种尺寸生成该算子，计算图在其他尺寸下会出错。",
+    ),
     ReasonCode.SIZE_ARGUMENT: _SIZES,
     ReasonCode.DEPENDS_ON_VALUES: Explanation(
         "The model picks what to compute by the values in its tensors, which no graph can know ahead.",

@@ -64,6 +64,13 @@ class ExportedRegion:
     program: torch.export.ExportedProgram
     spec: GraphSpec
 
+    def spec_now(self) -> GraphSpec:
+        """Return the contract after a compile: a compiler may have made numbers of symbols, or one symbol of two."""
+        shapes = [node.meta["val"].shape for node in self.program.graph.nodes if node.op == "placeholder"]
+        shapes = shapes[len(self.spec.weights) :]
+        inputs = [replace(i, sizes=tuple(map(_size, s))) for i, s in zip(self.spec.inputs, shapes, strict=True)]
+        return replace(self.spec, inputs=tuple(inputs))
+
 
 Functions = Callable[[bool], AbstractContextManager[Any]]
 """Returns a context to run a region's code in. The argument says whether the region is called with feature maps."""
@@ -286,7 +293,9 @@ def _spec(
 
 
 def _size(size: int | torch.SymInt) -> int | str:
-    return size if isinstance(size, int) else PythonPrinter().doprint(size_expression(size))
+    expression = size if isinstance(size, int) else size_expression(size)
+    # A symbol that has become a number is still a SymInt.
+    return int(expression) if isinstance(size, int) or expression.is_number else PythonPrinter().doprint(expression)
 
 
 def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from ...tracing.export import ExportedRegion
 from ..base import GiveWay, at_once
 from .artifacts import AotiPackage, Artifact
 from .choices import kept_by_nobody
+from .one_size import refuse_one_size
 from .other_gpu import can_move
 from .stride_order import comparing_strides
 
@@ -122,6 +123,7 @@ class InductorBackend:
             thread.join()
 
     def compile(self, exported: ExportedRegion) -> Executable:
+        refuse_one_size(exported.program.graph_module)
         with comparing_strides():
             return _kind_for(torch.device(exported.spec.device)).compile(exported)
 
