@@ -57,6 +57,9 @@ function gain(factor) {
   return { text: say("{x}× slower", { x: (1 / factor).toFixed(2) }), className: "cg-bad" };
 }
 
+const PATIENCE = 30_000; // milliseconds until a request counts as lost: the next one would wait for it
+const PATIENCE_TO_WRITE = 300_000;
+
 // The role "3:base UNet" is what node 3 made.
 function readRole(name) {
   const [, node, kind] = name.match(/^([^:]*):(.*)$/) ?? [null, "", name];
@@ -75,7 +78,7 @@ function workflowName(id) {
 async function helpText(node) {
   const own = language() === "en" ? [] : [`${node}/${language()}.md`];
   for (const page of [...own, `${node}.md`]) {
-    const answer = await fetch(new URL(`./docs/${page}`, import.meta.url));
+    const answer = await fetch(new URL(`./docs/${page}`, import.meta.url), { signal: AbortSignal.timeout(PATIENCE) });
     if (answer.ok) return answer.text();
   }
   return say("This node has no help page.");
@@ -133,7 +136,8 @@ class RegistryPanel {
 
   async read() {
     try {
-      const answer = await api.fetchApi(`${ROUTES}/registry?language=${encodeURIComponent(language())}`);
+      const path = `${ROUTES}/registry?language=${encodeURIComponent(language())}`;
+      const answer = await api.fetchApi(path, { signal: AbortSignal.timeout(PATIENCE) });
       if (!answer.ok) throw new Error(answer.statusText);
       this.report = await answer.json();
       if (this.message?.lost) this.message = null;
@@ -147,7 +151,8 @@ class RegistryPanel {
     const isLatest = this.begin("doctor");
     let facts = null;
     try {
-      const answer = await api.fetchApi(`${ROUTES}/doctor?language=${encodeURIComponent(language())}`);
+      const path = `${ROUTES}/doctor?language=${encodeURIComponent(language())}`;
+      const answer = await api.fetchApi(path, { signal: AbortSignal.timeout(PATIENCE) });
       if (answer.ok) facts = await answer.json();
     } catch {
       // The panel does without this section.
@@ -178,6 +183,7 @@ class RegistryPanel {
         method: "POST",
         headers: { "Content-Type": "application/json" },
         body: JSON.stringify(fields),
+        signal: AbortSignal.timeout(PATIENCE_TO_WRITE),
       });
       const told = await answer.json().catch(() => ({}));
       const text = told.text ?? told.error ?? `${answer.status} ${answer.statusText}`;
@@ -192,9 +198,14 @@ class RegistryPanel {
 
   async showHelp(node) {
     const isLatest = this.begin("help");
-    const text = await helpText(node);
-    if (!isLatest()) return;
-    this.help = { node, text };
+    try {
+      const text = await helpText(node);
+      if (!isLatest()) return;
+      this.help = { node, text };
+    } catch (error) {
+      if (!isLatest()) return;
+      this.lose(error);
+    }
     this.draw();
   }
 
@@ -202,13 +213,14 @@ class RegistryPanel {
     const focused = this.root.contains(document.activeElement) ? document.activeElement.dataset.key : null;
     this.root.lang = ownLanguage();
     this.root.replaceChildren(this.header(), this.help ? this.helpPage() : this.body());
-    if (focused) this.root.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+    if (focused) this.root.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
 
   button(key, label, symbol, title, onclick) {
-    const disabled = this.busy.has(key);
-    const parts = [icon(disabled ? "spin pi-spinner" : symbol), label && span("", label)].filter(Boolean);
-    return element("button", { type: "button", title, disabled, onclick, ariaLabel: title, data: { key } }, parts);
+    const busy = this.busy.has(key); // such a button stays enabled: a disabled one would lose the focus
+    const parts = [icon(busy ? "spin pi-spinner" : symbol), label && span("", label)].filter(Boolean);
+    const state = { ariaLabel: title, ariaDisabled: String(busy), onclick: busy ? null : onclick };
+    return element("button", { type: "button", title, ...state, data: { key } }, parts);
   }
 
   section(key, className, summary, makeBody) {

@@ -98,9 +98,10 @@ def field_names(cls: type) -> tuple[str, ...] | None:
         return None
     bases = [base for base in cls.__mro__ if base is not object]
     entries = [(name, value) for base in bases for name, value in vars(base).items()]
-    if any(_acts_on_objects(name, value) for name, value in entries):
+    names = tuple(field.name for field in dataclasses.fields(cls))
+    if any(_acts_on_objects(name, value) or _is_read_of_the_class(name, value, names) for name, value in entries):
         return None
-    return tuple(field.name for field in dataclasses.fields(cls))
+    return names
 
 
 @lru_cache(maxsize=1024)
@@ -230,6 +231,12 @@ def _acts_on_objects(name: str, value: Any) -> bool:
     if isinstance(value, classmethod | staticmethod) or name in _GENERATED:
         return False
     return bool(functions_in(value))
+
+
+def _is_read_of_the_class(name: str, value: Any, names: Sequence[str]) -> bool:
+    """Whether a class's entry is a value that all objects share. No key holds it."""
+    is_method = bool(functions_in(value)) or isinstance(value, types.MemberDescriptorType)
+    return not (is_method or name in names or (name[:2] == "__" and name[-2:] == "__") or name == "_abc_impl")
 
 
 def _class_of(value: Packed, block: type) -> type:

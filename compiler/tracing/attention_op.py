@@ -15,7 +15,7 @@ import torch
 
 from ..common.reason import ReasonCode, Unsupported
 from ..identity.memory_format import CHANNELS_LAST
-from .by_name import can_find, decode, encode, function_named, function_now
+from .by_name import decode, encode, function_now, is_called_by
 from .once import once
 
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
@@ -74,7 +74,7 @@ def opaque_attention(
     """
     name = f"{function.__module__}:{function.__qualname__}"
     known = {"_inside_attn_wrapper", "transformer_options"}
-    if not can_find(name) or any(value is not None for key, value in options.items() if key not in known):
+    if not is_called_by(name, function) or any(value is not None for key, value in options.items() if key not in known):
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
     register_operator()
     if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
@@ -123,14 +123,14 @@ def opaque_map_attention(function: Callable) -> Callable:
     `AttnBlock.optimized_attention`). Returns `function` itself if it cannot be found again by its name.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    if not can_find(name):
+    if not is_called_by(name, function):
         return function
     register_operator()
     return lambda q, k, v: torch.ops.compiled_graphs.map_attention(name, q, k, v)
 
 
 def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
-    output = function_named(function)(
+    output = function_now(function)(
         q, k, v, heads, mask=mask, attn_precision=precision,
         skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def _shape_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN2
 
 
 def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    output = function_named(function)(*(_dense(t) for t in (q, k, v))).to(q.dtype)
+    output = function_now(function)(*(_dense(t) for t in (q, k, v))).to(q.dtype)
     return output if output.stride() == q.stride() else torch.empty_like(q).copy_(output)
 
 

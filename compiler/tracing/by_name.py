@@ -12,13 +12,6 @@ from typing import Any
 import torch
 
 
-@lru_cache(maxsize=64)
-def function_named(name: str) -> Callable:
-    """Return the function that `module:name` stands for. Raises ImportError or AttributeError."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def function_now(name: str) -> Callable:
     """Return the function that stands under `module:name` at this moment. Raises ImportError or AttributeError."""
     module, _, attribute = name.partition(":")
@@ -28,9 +21,17 @@ def function_now(name: str) -> Callable:
 def can_find(name: str) -> bool:
     """Whether there is a function of this name."""
     try:
-        return callable(function_named(name))
+        return callable(function_now(name))
     except (ImportError, AttributeError):
         return False
+
+
+def is_called_by(name: str, function: Callable) -> bool:
+    """Whether a function stands under `module:name`, by itself or wrapped. A wrapper has the name of what it wraps."""
+    found = function_now(name) if can_find(name) else None
+    while found is not None and found is not function:
+        found = getattr(found, "__wrapped__", None)
+    return found is function
 
 
 def encode(constants: Mapping[str, Any]) -> str:

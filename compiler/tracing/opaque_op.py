@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .by_name import decode, encode, function_named
+from .by_name import decode, encode, function_now
 from .once import once
 
 _SCHEMA = "(str function, str[] names, str constants, Tensor[] tensors, SymInt[] shape, ScalarType dtype) -> Tensor"
@@ -56,7 +56,7 @@ def _run(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     arguments = dict(zip(names, tensors, strict=True))
-    return function_named(function)(**arguments, **decode(constants)).to(dtype).contiguous()
+    return function_now(function)(**arguments, **decode(constants)).to(dtype).contiguous()
 
 
 def _fake(

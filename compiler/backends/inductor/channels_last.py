@@ -45,6 +45,8 @@ def keep_channels_last(module: fx.GraphModule) -> int:
     graph, count = module.graph, 0
     if not any(node.target in _CONVOLUTIONS for node in graph.nodes) or any(map(_writes_by_strides, graph.nodes)):
         return 0
+    if any(node.target is _aten.as_strided.default for node in graph.nodes):  # its strides are those of the export
+        return 0
     for node in graph.nodes:
         if node.target is _aten.view.default:  # which fails for strides that a map does not have in the export
             node.target = _aten.reshape.default

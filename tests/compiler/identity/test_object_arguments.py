@@ -6,6 +6,7 @@ import functools
 import sys
 from dataclasses import dataclass, field, make_dataclass
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
@@ -55,6 +56,12 @@ class Acting:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.shift
+
+
+@dataclass
+class Shared:
+    LEVEL: ClassVar[float] = 2.0
+    shift: torch.Tensor
 
 
 @dataclass
@@ -314,7 +321,7 @@ def test_tokens_tell_classes_and_values_apart():
     assert len(tensors) == 4
 
 
-@pytest.mark.parametrize("cls", [Acting, make_dataclass("Local", ["x"], namespace={"f": lambda self: 1}), int])
+@pytest.mark.parametrize("cls", [Acting, Shared, make_dataclass("Local", ["x"], namespace={"f": lambda self: 1}), int])
 def test_only_plain_dataclasses_are_taken_apart(cls):
     assert field_names(cls) is None
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from compiled_graphs.compiler.common.reason import Unsupported
@@ -148,6 +150,25 @@ def test_function_without_a_name_is_traced_through():
         return q + v
 
     assert "compiled_graphs.attention.default" not in traced_operators(local)
+
+
+def test_a_function_with_the_name_of_another_is_traced_through():
+    @functools.wraps(host_attention)
+    def doubled(q, k, v, heads, mask, *_, **__):
+        return 2 * (q + k)
+
+    assert "compiled_graphs.attention.default" not in traced_operators(doubled)
+
+
+def test_a_function_whose_wrapper_has_its_name_is_called_by_that(monkeypatch):
+    import networks
+
+    @functools.wraps(host_attention)
+    def wrapper(*args, **options):
+        return host_attention(*args, **options)
+
+    monkeypatch.setattr(networks, host_attention.__name__, wrapper)
+    assert "compiled_graphs.attention.default" in traced_operators(host_attention)
 
 
 def test_options_the_operator_does_not_know_are_traced_through():
