@@ -229,13 +229,13 @@ class Part:
         setattr(network, STATE, self)
 
     def _enter(self, network: nn.Module, entrance: NetworkWrapper) -> None:
-        """Install a network's wrapper: below accelerate's hook, which puts back what it found when it is removed."""
-        place = "_old_forward" if "_old_forward" in network.__dict__ else "forward"
-        before = network.__dict__.get(place)
+        """Install a network's wrapper below all hooks: what is removed puts back what it found when it was made."""
+        holder, name = _innermost(network)
+        before = vars(holder).get(name)
         is_own = isinstance(before, MethodType) and before.__func__ is type(network).forward
         entrance.inner = None if is_own else before
         self._ours.append((weakref.ref(network), entrance))
-        setattr(network, place, entrance)
+        setattr(holder, name, entrance)
 
     def uninstall(self, network: nn.Module) -> None:
         """Put the original forwards back."""
@@ -382,6 +382,22 @@ def _repeat(network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, A
     return synthetic_calls.repeated_call(network, args, dict(kwargs))
 
 
+def _innermost(module: nn.Module) -> tuple[Any, str]:
+    """Return where a module's own forward is kept: by accelerate's hook, by the first hook of diffusers, or by itself.
+
+    See `accelerate.hooks.add_hook_to_module` and `diffusers.hooks.HookRegistry.register_hook`.
+    """
+    if "_old_forward" in module.__dict__:
+        return module, "_old_forward"
+    for first in _diffusers_hooks(module)[:1]:
+        return first, "forward" if getattr(first, "original_forward", None) is None else "original_forward"
+    return module, "forward"
+
+
+def _diffusers_hooks(module: nn.Module) -> list[Any]:
+    return list(getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ()))
+
+
 def _put_back(module: nn.Module, ours: Callable) -> None:
     """Undo one replacement, even if accelerate or a hook of diffusers has wrapped it since."""
     before = getattr(ours, "inner", None)
@@ -390,8 +406,8 @@ def _put_back(module: nn.Module, ours: Callable) -> None:
         if before is not None:
             module.forward = before
         return
-    hooks = getattr(module.__dict__.get("_diffusers_hook"), "_fn_refs", ())
-    for holder, name in ((module, "_old_forward"), *((h, n) for h in hooks for n in ("forward", "original_forward"))):
+    hooks = ((hook, name) for hook in _diffusers_hooks(module) for name in ("forward", "original_forward"))
+    for holder, name in ((module, "_old_forward"), *hooks):
         if getattr(holder, name, None) is ours:
             setattr(holder, name, before or MethodType(type(module).forward, module))
 

@@ -766,6 +766,28 @@ def test_a_pipeline_that_offloads_each_part_stays_followed(graphs):
         assert_same(image(pipe), expected, 0)
 
 
+def test_a_hook_that_was_there_first_takes_nothing_of_ours_with_it(graphs):
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Seen(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(module)
+            return args, kwargs
+
+    seen, pipe = [], pipelines.sd15()
+    HookRegistry.check_if_exists_or_initialize(pipe.unet).register_hook(Seen(), "seen")
+    eagerly_compiled(pipe)
+    image(pipe)
+    assert seen
+    HookRegistry.check_if_exists_or_initialize(pipe.unet).remove_hook("seen", recurse=False)
+    tile(pipe.unet)
+    other = pipelines.sd15()
+    tile(other.unet)
+    assert_same(image(pipe), image(other))
+    restore_pipe(pipe)
+    assert "forward" not in vars(pipe.unet) or pipe.unet.forward.__func__ is type(pipe.unet).forward
+
+
 def test_a_decoder_that_changes_between_two_decodes_is_followed(graphs):
     """The schedule of the last image says nothing of decodes, however many steps it has."""
     pipe = eagerly_compiled(pipelines.sd15())
