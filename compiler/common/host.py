@@ -258,6 +258,10 @@ class Host:
         """Whether other code runs inside of this call, before the regions. It may change them until the call ends."""
         return False
 
+    def is_comparable(self, context: Mapping[str, Any]) -> bool:
+        """Whether this call takes as long as others of its size: other code may leave a part of it out."""
+        return not self.runs_inside(context)
+
     def steps(self, context: Mapping[str, Any]) -> int:
         """Return the number of steps of the sampling to which a call with these context arguments belongs."""
         return 0

@@ -153,10 +153,10 @@ class LatencyTracker:
         method: str,
         args: tuple,
         kwargs: Mapping[str, Any],
-        had_setup: Callable[[], bool] = lambda: False,
+        is_left_out: Callable[[], bool] = lambda: False,
         device: torch.device | None = None,
     ) -> Iterator[None]:
-        """Time the call inside the block, unless it says at the end that it had something to set up.
+        """Time the call inside the block, unless `is_left_out` says at the end that others of its size are not like it.
 
         `device` is where a call without tensors does its work.
         """
@@ -169,7 +169,7 @@ class LatencyTracker:
             return
         yield
         end = _record_event(device)
-        if end is None or had_setup():
+        if end is None or is_left_out():
             return
         with self._lock:
             size = self._size(method, shape)

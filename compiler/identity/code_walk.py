@@ -22,7 +22,7 @@ from torch import nn
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode
 from .libraries import enclosed_functions, home_of, is_bookkeeping, is_in, is_outside
-from .source import CONSTRUCTORS, Source, functions_in, is_native, knows_name, qualified_name, read_source
+from .source import CONSTRUCTORS, Import, Source, functions_in, is_native, knows_name, qualified_name, read_source
 from .value_description import Values, is_data
 from .watch import Watch, class_settings
 
@@ -184,25 +184,34 @@ class CodeWalk:
     def _resolve(self, item: Any, chain: tuple[str, ...], source: Source) -> Iterator[Any]:
         """Yield the functions and classes that a dotted name leads to, and record the value at its end."""
         space = _namespace(item)
-        if chain[0] in source.imported:
-            yield from self._imported(item, chain, source)
+        for statement in source.imported.get(chain[0], ()):
+            yield from self._imported(item, chain, source, statement)
         if chain[0] in space or not (chain[0] in source.bound or chain[0] in source.imported):
             yield from self._follow(item, chain, source, space)
 
-    def _imported(self, item: Any, chain: tuple[str, ...], source: Source) -> Iterator[Any]:
+    def _imported(self, item: Any, chain: tuple[str, ...], source: Source, statement: Import) -> Iterator[Any]:
         """The same for a name that the code imports when it runs."""
-        level, name, member = source.imported[chain[0]]
-        with suppress(ImportError):
-            name = importlib.util.resolve_name("." * level + name, _package(item)) if level else name
+        name, member, rest = statement.module, statement.member, chain[1:]
+        try:
+            name = importlib.util.resolve_name("." * statement.level + name, _package(item))
+        except ImportError:
+            return
         if is_outside(name, self._host):
             return
-        module, rest = _module(name), chain[1:]
-        if module is not None and member in vars(module):
+        module = _module(name)
+        if statement.gives_root and module is not None:
+            module = _module(chain[0])
+        if module is None:
+            return
+        space = vars(module)
+        if member:
+            with suppress(Exception):  # a module may make its names when it is asked for them
+                space = space if hasattr(module, member) and member in space else {member: getattr(module, member)}
+            if member not in space and (inner := _module(f"{name}.{member}")) is not None:
+                space = {member: inner}
             rest = (member, *rest)
-        elif member:
-            module = _module(f"{name}.{member}")
-        if module is not None and rest:
-            yield from self._follow(item, chain, source, vars(module), rest)
+        if rest:
+            yield from self._follow(item, chain, source, space, rest)
 
     def _class_method(self, item: _ClassMethod) -> Iterator[Any]:
         """Yield a class method's function, and what it reads of the class that it is called on."""
@@ -232,6 +241,7 @@ class CodeWalk:
         `chain` is what is left of the name there, if not all of it, and `cls` the class that has the namespace.
         """
         chain = said if chain is None else chain
+        label = f"{qualified_name(item)}: {'.'.join(said)}" + (f" of {qualified_name(cls)}" if cls else "")
         value: Any = cls
         reads_data = not is_in(home_of(item), self._host.layer_modules)
         for place, part in enumerate(chain):
@@ -252,7 +262,7 @@ class CodeWalk:
             if isinstance(value, types.ModuleType) and is_bookkeeping(value, self._host):
                 reads_data = False
             space = _space_of(value, chain[place + 1]) if place + 1 < len(chain) else None
-        yield from self._value(f"{qualified_name(item)}: {'.'.join(said)}", value, reads_data, cls)
+        yield from self._value(label, value, reads_data, cls)
 
     def _watch_before(self, cls: type | None, name: str) -> None:
         """Watch for an entry that would come before the one that a class has under this name, in a subclass."""

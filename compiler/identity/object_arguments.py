@@ -96,7 +96,7 @@ def field_names(cls: type) -> tuple[str, ...] | None:
     """
     if not dataclasses.is_dataclass(cls) or "<locals>" in cls.__qualname__:
         return None
-    bases = [base for base in cls.__mro__ if base is not object]
+    bases = [base for base in cls.__mro__ if base.__module__ not in ("builtins", "abc", "typing")]
     entries = [(name, value) for base in bases for name, value in vars(base).items()]
     names = tuple(field.name for field in dataclasses.fields(cls))
     if any(_acts_on_objects(name, value) or _is_read_of_the_class(name, value, names) for name, value in entries):
@@ -235,7 +235,7 @@ def _acts_on_objects(name: str, value: Any) -> bool:
 
 def _is_read_of_the_class(name: str, value: Any, names: Sequence[str]) -> bool:
     """Whether a class's entry is a value that all objects share. No key holds it."""
-    is_method = bool(functions_in(value)) or isinstance(value, types.MemberDescriptorType)
+    is_method = bool(functions_in(value)) or isinstance(value, types.MemberDescriptorType | type)
     return not (is_method or name in names or (name[:2] == "__" and name[-2:] == "__") or name == "_abc_impl")
 
 

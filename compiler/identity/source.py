@@ -35,6 +35,19 @@ _sources: weakref.WeakKeyDictionary[Any, tuple[tuple[types.CodeType, ...], Sourc
 
 
 @dataclass(frozen=True)
+class Import:
+    """A statement within a function that imports one name."""
+
+    module: str
+    level: int = 0
+    """Dots before the module."""
+    member: str = ""
+    """The name in the module, or nothing for the module itself."""
+    gives_root: bool = False
+    """Whether the name gets the outermost package of the module, as `import a.b` does."""
+
+
+@dataclass(frozen=True)
 class Source:
     """The facts that are read from a class or function, without comments, docstrings and constructors."""
 
@@ -47,9 +60,8 @@ class Source:
     """Dotted names whose content the code changes. A global among them is memory, not a setting."""
     attributes: frozenset[str] = field(default=frozenset())
     """Names of attributes that the code reads, on any object."""
-    imported: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
-    """What the code imports while it runs, by the name it gets: dots before the module, the module, and the name in it,
-    or "" for the module itself."""
+    imported: Mapping[str, tuple[Import, ...]] = field(default_factory=dict)
+    """What the code imports while it runs, by the name that it gets. Branches may import different things."""
     string_constants: frozenset[str] = field(default=frozenset())
     """String constants of the code. The code cannot look up another key by a constant."""
     reads_any_attribute: bool = True
@@ -116,7 +128,7 @@ def _read_source(item: Any, codes: tuple[types.CodeType, ...]) -> Source:
         frozenset(_bound(nodes)) - {name for node in nodes if isinstance(node, ast.Global) for name in node.names},
         frozenset(_changed(nodes)) - {()},
         frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
-        dict(_imported(nodes)),
+        _imports(nodes),
         frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)),
         _reads_any_attribute(nodes),
     )
@@ -217,14 +229,19 @@ def _bound(nodes: list[ast.AST]) -> Iterator[str]:
             yield node.id
 
 
-def _imported(nodes: list[ast.AST]) -> Iterator[tuple[str, tuple[int, str, str]]]:
+def _imports(nodes: list[ast.AST]) -> dict[str, tuple[Import, ...]]:
+    found: dict[str, tuple[Import, ...]] = {}
     for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            yield from ((a.asname or a.name, (node.level, node.module or "", a.name)) for a in node.names)
-        elif isinstance(node, ast.Import):  # without `as`, the name is that of the outermost package
-            yield from ((a.asname, (0, a.name, "")) for a in node.names if a.asname)
-            roots = {a.name.partition(".")[0] for a in node.names if not a.asname}
-            yield from ((root, (0, root, "")) for root in roots)
+        for alias in node.names if isinstance(node, ast.ImportFrom | ast.Import) else ():
+            if isinstance(node, ast.ImportFrom):
+                name, made = alias.asname or alias.name, Import(node.module or "", node.level, alias.name)
+            else:
+                name, made = (
+                    alias.asname or alias.name.partition(".")[0],
+                    Import(alias.name, gives_root=not alias.asname),
+                )
+            found[name] = (*found.get(name, ()), made)
+    return found
 
 
 def _changed(nodes: list[ast.AST]) -> Iterator[tuple[str, ...]]:

@@ -230,7 +230,7 @@ class _Values:
         return len(values) == len(kept) and (all(map(is_, values, kept)) or all(map(is_same, values, kept)))
 
 
-_MISSING = object()
+_MISSING, _GONE = object(), object()
 
 
 def class_settings(cls: type) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _alive(kept: Any) -> Any:
     if type(kept) is not _Ref:
         return kept
     value = kept()
-    return _MISSING if value is None else value
+    return _GONE if value is None else value
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple]:

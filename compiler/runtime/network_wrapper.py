@@ -97,7 +97,8 @@ class NetworkWrapper:
             call.on_pass = partial(self._look_inside, call)
         with entered(call):
             self.on_call()
-            timed = self.compiled.pace.timed(self.method, args, kwargs, lambda: self._had_setup(call), self.device)
+            untypical = partial(self._is_untypical, call, kwargs)
+            timed = self.compiled.pace.timed(self.method, args, kwargs, untypical, self.device)
             with turns.shared():  # what is compared is not what a trace on another thread has put in its place
                 is_watched = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
@@ -111,7 +112,10 @@ class NetworkWrapper:
         """Make a call as if nothing were compiled, and time it."""
         self.on_call()
         self.compiled.counters.add_eager(worth.reason)
-        with turns.shared(), worth.pace.timed(self.method, args, kwargs, device=self.device):
+        with (
+            turns.shared(),
+            worth.pace.timed(self.method, args, kwargs, lambda: not self._is_comparable(kwargs), self.device),
+        ):
             return self._call_network(*args, **kwargs)
 
     def _decide_alone(self, worth: Worth) -> None:
@@ -156,9 +160,12 @@ class NetworkWrapper:
         self.step_replay.counters = self.compiled.counters
         return self.step_replay.serve(self._call_compiled, args, kwargs, call)
 
-    def _had_setup(self, call: RunningCall) -> bool:
-        """Whether a next call like it takes less: something was set up, or compiled beside it."""
-        return call.had_setup or self._is_busy()
+    def _is_untypical(self, call: RunningCall, kwargs: Mapping[str, Any]) -> bool:
+        """Whether another call of its size takes more or less: something was set up or left out, or compiled beside."""
+        return call.had_setup or self._is_busy() or not self._is_comparable(kwargs)
+
+    def _is_comparable(self, kwargs: Mapping[str, Any]) -> bool:
+        return self.compiled.host.is_comparable(self._context_in(kwargs))
 
     def _is_busy(self) -> bool:
         """Whether graphs are compiled beside the calls."""

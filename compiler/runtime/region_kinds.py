@@ -147,7 +147,10 @@ class RegionKinds:
         if self.target.host.weights_say_device:
             tensors = chain(module.parameters(), module.buffers())
             self._go_to(next((tensor.device for tensor in tensors), self.target.device))
-        return self._describe(path, module, Describer(self.target.host))
+        kind = self._describe(path, module, Describer(self.target.host))
+        # What no watch sees has changed, such as a dtype.
+        self._described.fingerprints[path], self._before = kind.fingerprint, None
+        return kind
 
     def network_fingerprint(self) -> str:
         """Return the fingerprint of the whole network; nothing if it cannot be described."""
@@ -165,7 +168,7 @@ class RegionKinds:
         self._kinds.clear()
         self._before = None
         missing = self.target.backend.loads(device)
-        self._describe_all(list(self._fingerprints))
+        self._described = self._describe_all(list(self._fingerprints))
         for kind in self._kinds.values():
             kind.closed = kind.closed or (Reason(ReasonCode.BACKEND, missing) if missing else None)
 

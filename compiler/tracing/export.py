@@ -63,13 +63,12 @@ class ExportedRegion:
 
     program: torch.export.ExportedProgram
     spec: GraphSpec
+    describe: Callable[[], GraphSpec] | None = None
+    """Writes the contract again."""
 
     def spec_now(self) -> GraphSpec:
         """Return the contract after a compile: a compiler may have made numbers of symbols, or one symbol of two."""
-        shapes = [node.meta["val"].shape for node in self.program.graph.nodes if node.op == "placeholder"]
-        shapes = shapes[len(self.spec.weights) :]
-        inputs = [replace(i, sizes=tuple(map(_size, s))) for i, s in zip(self.spec.inputs, shapes, strict=True)]
-        return replace(self.spec, inputs=tuple(inputs))
+        return self.spec if self.describe is None else self.describe()
 
 
 Functions = Callable[[bool], AbstractContextManager[Any]]
@@ -211,11 +210,16 @@ def _exported(request: GraphRequest, host: Host, functions: Functions) -> Export
         raise Unsupported(ReasonCode.RANDOM)
     if collective := _collective(program):
         raise Unsupported(ReasonCode.COMMUNICATES, collective)
-    spec = replace(_spec(request, program, held.names, formats, mutated), frames=pure.frames)
-    if traced:
+    guards = len(guard_expressions(_values_of_inputs(program, held.names)))
+
+    def describe() -> GraphSpec:
+        spec = replace(_spec(request, program, held.names, formats, mutated, guards), frames=pure.frames)
+        if not traced:
+            return spec
         reads = tuple(sorted(set().union(*(options.reads for options in traced))))
-        spec = replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
-    return ExportedRegion(program, spec)
+        return replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
+
+    return ExportedRegion(program, describe(), describe)
 
 
 def _collective(program: torch.export.ExportedProgram) -> str:
@@ -263,12 +267,14 @@ def _spec(
     names: list[str],
     formats: list[str],
     mutated: tuple[int, ...],
+    guards: int,
 ) -> GraphSpec:
+    """Return the contract. Of what is assumed of sizes, the first `guards` are from the trace."""
     if lifted := program.graph_signature.inputs_to_lifted_tensor_constants:
         # A tensor that an earlier run left in the block, as video VAEs keep frames.
         raise Unsupported(ReasonCode.STRAY_TENSOR, ", ".join(sorted(lifted.values())))
-    placeholders = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    weights, inputs = placeholders[: len(names)], placeholders[len(names) :]
+    weights = _placeholders(program)[: len(names)]
+    inputs = _values_of_inputs(program, names)
     ranks = {size_expression(size) for t in weights for size in t.shape if isinstance(size, torch.SymInt)}
     return GraphSpec(
         region=type(request.module).__name__,
@@ -282,7 +288,7 @@ def _spec(
             for t, fmt, hints, symbolic in zip(inputs, formats, request.hints, request.symbolic, strict=True)
         ),
         guards=(
-            *_guards(inputs),
+            *_guards(inputs, guards),
             *_chunk_limits(request, inputs),
             *(_index_limits(program, ranks) if request.device.type != "cpu" else ()),
         ),
@@ -298,8 +304,17 @@ def _size(size: int | torch.SymInt) -> int | str:
     return int(expression) if isinstance(size, int) or expression.is_number else PythonPrinter().doprint(expression)
 
 
-def _guards(inputs: list[torch.Tensor]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in guard_expressions(inputs) if e != True))  # noqa: E712  sympy
+def _placeholders(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+
+
+def _values_of_inputs(program: torch.export.ExportedProgram, names: Sequence[str]) -> list[torch.Tensor]:
+    return _placeholders(program)[len(names) :]
+
+
+def _guards(inputs: list[torch.Tensor], count: int) -> tuple[str, ...]:
+    expressions = guard_expressions(inputs)[:count]
+    return tuple(dict.fromkeys(PythonPrinter().doprint(e) for e in expressions if e != True))  # noqa: E712  sympy
 
 
 def _chunk_limits(request: GraphRequest, inputs: list[torch.Tensor]) -> tuple[str, ...]:

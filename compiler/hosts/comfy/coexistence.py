@@ -72,6 +72,26 @@ def set_torch_compile_aside(clone: Any) -> bool:
     return bool(compiled) or is_wrapped
 
 
+def replaces_network(patcher: Any) -> bool:
+    """Whether another node has the model run another network than its own. Our wrapper would run its own."""
+    patch = patcher.object_patches.get("diffusion_model")
+    return patch is not None and not is_torch_compiled(patch)
+
+
+def undo_network_first(patcher: Any) -> None:
+    """Have ComfyUI put the model's own network back before it takes our wrapper out of that.
+
+    It undoes object patches in the order in which it made them. If another node has replaced the network after us, the
+    forward that we had replaced would get into the other network.
+    """
+    backup = getattr(patcher, "object_patches_backup", {})
+    own = backup.get("diffusion_model")
+    if own is not None and is_ours(vars(own).get("forward")):
+        others = {name: value for name, value in backup.items() if name != "diffusion_model"}
+        backup.clear()
+        backup.update({"diffusion_model": own, **others})
+
+
 def free_regions(clone: Any, network: nn.Module, prefix: str, methods: Iterable[str]) -> tuple[list[Region], int]:
     """Return the regions whose `forward` nobody else replaces, and how many somebody does."""
     regions = [region for region in find_regions(network) if region.path and is_reached(region, methods)]

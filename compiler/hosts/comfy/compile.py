@@ -15,7 +15,7 @@ from ...common.words import say
 from ...identity.graph_spec import CompiledGraph
 from ...runtime.compiled_model import CompiledModel
 from . import comfy_compat, synthetic_calls, synthetic_prompts
-from .coexistence import clone_without_ours
+from .coexistence import clone_without_ours, replaces_network
 from .install import PatchedNetwork, install, lists_encoder
 from .other_devices import device_of
 from .request import ANYTHING, Request
@@ -35,6 +35,8 @@ def compile_model(patcher: Any, request: Request = ANYTHING) -> tuple[Any, str]:
     if network is None:
         return patcher, say("Not compiled: {name} has no diffusion model", name=type(patcher.model).__name__)
     clone = clone_without_ours(patcher)
+    if replaces_network(clone):
+        return patcher, say("Not compiled: another node puts its own network in the place of this model's")
     text = install(_sampled(clone), request)
     return (clone if graphs_in_use(clone) is not None else patcher), text
 

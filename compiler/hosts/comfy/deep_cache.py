@@ -22,7 +22,7 @@ from torch import nn
 from ...common.compare import relative_error
 from ...common.words import Words, join, say
 from . import comfy_compat
-from .comfy_compat import CONDITIONINGS, OPTIONS, PATCHES, STEP
+from .comfy_compat import CONDITIONINGS, NETWORK_WRAPPERS, OPTIONS, PATCHES, STEP, WRAPPERS
 
 MARK = "compiled_graphs.deep_cache"
 """Transformer option of calls that go through a DeepCache: no two of them need be alike."""
@@ -35,11 +35,14 @@ _ACT_BETWEEN_BLOCKS = frozenset(
         "input_block_patch",
         "input_block_patch_after_skip",
         "middle_patch",
+        "middle_block_after_patch",
         "output_block_patch",
         "forward_timestep_embed_patch",
     }
 )
 """Patches that would be given what deep blocks hand on in a shallow step, which is nothing."""
+_PARTS_OF_FRAMES = ("context_window", "ad_params")
+"""Options of calls that have some of the frames only, by ComfyUI's context windows and by AnimateDiff-Evolved."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ class DeepCache:
         self.reason = self._reason(options)
         if self._step < 0 or self._step % self.settings.interval == 0 or feature is None or self.reason:
             return self._run_whole(apply_model, arguments, key)
-        if self.comparison is None:
+        inside = options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS)  # such as EasyCache, to which four runs are four steps
+        if self.comparison is None and not inside:
             return self._compare(apply_model, arguments, key, feature)
         return self._run_shallow(apply_model, arguments, feature)
 
@@ -205,6 +209,8 @@ class DeepCache:
         return start <= 999 - float(sampling.timestep(timestep[:1])[0]) <= end
 
     def _reason(self, options: Mapping[str, Any]) -> str:
+        if not options.keys().isdisjoint(_PARTS_OF_FRAMES):
+            return "context windows"
         found = [name for name, patches in options.get(PATCHES, {}).items() if patches and name in _ACT_BETWEEN_BLOCKS]
         return f"patch {found[0]}" if found else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import threading
 from collections.abc import Collection, Sequence
@@ -95,11 +96,14 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
 
 def _place(filename_prefix: str, folder: str) -> tuple[str, str, int]:
     """Return the folder, the name and the number of the next file. A prefix that names a folder gets a name in it."""
-    prefix = filename_prefix.replace("\\", "/").strip()
-    if os.path.basename(prefix) in ("", "."):
-        prefix = f"{prefix}{DEFAULT_NAME}"
+    given = filename_prefix.replace("\\", "/").strip()
+    prefix = posixpath.normpath(given)
+    if prefix == "." or given.endswith(("/", "/.")) or not given:
+        prefix = posixpath.join(prefix, DEFAULT_NAME)
     try:
-        place, stem, counter, _, _ = folder_paths.get_save_image_path(os.path.normpath(prefix), folder)
+        if prefix.split("/")[0] in ("", ".."):
+            raise ValueError(prefix)
+        place, stem, counter, _, _ = folder_paths.get_save_image_path(posixpath.normpath(prefix), folder)
     except OSError:
         raise
     except Exception:  # ComfyUI raises one for names that lead elsewhere

@@ -44,6 +44,7 @@ from .coexistence import (
     is_reached,
     set_torch_compile_aside,
     tidy_after,
+    undo_network_first,
 )
 from .low_rank import LowRankBranches
 from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, take_turns
@@ -414,6 +415,7 @@ def _announce_samplings(target: PatchedNetwork, built: Built) -> None:
 
 
 def _begin(sampling: Announced, patcher: Any) -> None:
+    undo_network_first(patcher)
     sampling.begin(comfy_compat.wraps_calls(patcher))
 
 

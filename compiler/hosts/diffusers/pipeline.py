@@ -345,7 +345,7 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     entrance = kind(network, "forward", None, compiled, _repeat)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
     part.owners.update(owners)
-    if not _is_coder(network) and not name.startswith(_TEXT_PARTS):  # those run once an image, or as people like
+    if not _is_coder(network) and not name.startswith(_TEXT_PARTS):  # those run when somebody calls them
         entrance.sampling = Scheduled(partial(_schedules, part.owners))
     part.install(network, entrance)
     registry().assign(type(owner).__name__, name, compiled)

@@ -624,6 +624,9 @@ class Shared:
         return x + 1
 
 class Helper(Shared):
+    LEVEL = 4.0
+
+class Derived(Helper):
     pass
 
 class Function(torch.autograd.Function):
@@ -632,6 +635,10 @@ class Function(torch.autograd.Function):
         return x * 2
 
 """
+
+
+def swap_levels(module):
+    module.Helper.LEVEL, module.Shared.LEVEL = module.Shared.LEVEL, module.Helper.LEVEL
 
 
 def with_call(load, call, name="edited_blocks"):
@@ -646,11 +653,12 @@ def with_call(load, call, name="edited_blocks"):
         ("x = Helper.double(x)", lambda m: setattr(m.Shared, "double", staticmethod(lambda x: x * 5))),
         ("x = Helper.scale(x)", lambda m: setattr(m.Shared, "scale", classmethod(lambda cls, x: x * 5))),
         ("x = Helper.scale(x)", lambda m: setattr(m.Shared, "shift", classmethod(lambda cls, x: x + 5))),
-        ("x = Helper.scale(x)", lambda m: setattr(m.Shared, "LEVEL", 5.0)),
         ("x = Helper.scale(x)", lambda m: setattr(m.Helper, "LEVEL", 5.0)),
+        ("x = Derived.scale(x)", lambda m: setattr(m.Derived, "LEVEL", 5.0)),
+        ("x = Helper.scale(x) - Shared.scale(x) * 0.5", lambda m: swap_levels(m)),
         ("x = Function.apply(x)", lambda m: setattr(m.Function, "forward", staticmethod(lambda ctx, x: x * 5))),
     ],
-    ids=["static method", "class method", "called by it", "read by it", "hidden in a subclass", "autograd"],
+    ids=["static method", "class method", "called by it", "read by it", "hidden in a subclass", "swapped", "autograd"],
 )
 def test_methods_that_are_called_on_a_class_are_read(load, call, change):
     module = with_call(load, call)
@@ -669,6 +677,8 @@ def test_methods_that_are_called_on_a_class_are_read(load, call, change):
         "import edited_blocks as blocks; x = blocks.double(x)",
         "import edited_blocks; x = edited_blocks.double(x)",
         "from .edited_blocks import double; x = double(x)",
+        "from .edited_blocks import later; x = later(x)",
+        "import package.edited_blocks; x = package.edited_blocks.double(x)",
         "from . import edited_blocks as blocks; x = blocks.double(x)",
     ],
 )
@@ -678,14 +688,34 @@ def test_what_code_imports_when_it_runs_is_read(load, monkeypatch, line):
     package.__path__ = []
     monkeypatch.setitem(sys.modules, "package", package)
     monkeypatch.setitem(sys.modules, "edited_blocks", module)
+    package.edited_blocks = module
+    module.__getattr__ = lambda name: {"later": module.double}[name]  # as modules that load their parts when asked
     block, describer = module.Block(), Describer(Host())
     before = describer.describe(block).fingerprint
     assert describer.watch.holds()
     module.double = lambda x: x * 7
     assert of(block) != before
-    assert not describer.watch.holds()
+    assert not describer.watch.holds() or "later" in line
+
+
+def test_each_import_of_a_name_is_read(load, monkeypatch):
+    statements = "from one import g" + "\n        " + "if x.ndim > 9: from two import g"
+    one, two = types.ModuleType("one"), types.ModuleType("two")
+    for each in (one, two):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+        each.g = load(name=each.__name__ + "_source").double
+    block = with_call(load, statements + "\n        x = g(x)").Block()
+    before = of(block)
+    for each in (one, two):
+        plain = each.g
+        each.g = lambda x: x * 7
+        assert of(block) != before
+        each.g = plain
+    assert of(block) == before
 
 
 def test_what_cannot_be_imported_is_left_out(load):
     line = "from .nowhere import a; from nowhere.at import b; import nowhere.all as c; y = lambda: a(b, c.d)"
-    assert of(with_call(load, line).Block()) == of(with_call(load, line).Block())
+    block, describer = with_call(load, line).Block(), Describer(Host())
+    assert describer.describe(block).obscure is None
+    assert describer.watch.holds()

@@ -35,10 +35,11 @@ def gain(x):
 
 
 class Settings:
-    __slots__ = ("level",)
+    __slots__ = ("level", "shape")
 
     def __init__(self, level):
         self.level = level
+        self.shape = Scaler(level)
 
 
 class Scaler:
@@ -89,7 +90,13 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = self.act(self.conv(self.norm(x))) * SCALE * TABLE["gain"] + self.eps * sizes_of[1]
-        x = self.closure(self.method(gain(x))) * float(self.curve[2]) * self.slots.level * self._private
+        x = (
+            self.closure(self.method(gain(x)))
+            * float(self.curve[2])
+            * self.slots.level
+            * (2 if hasattr(self.slots, "shape") else 3)
+            * self._private
+        )
         x = self.norms.widen(self.norms.shift(x)) * self.nested["a"][0]["b"][0] * Norms.EPS * CONFIG.gain
         x = self.partial(x)
         x = x if self.scaler is None else self.scaler.scale(x)
@@ -176,6 +183,7 @@ CHANGES = {
     "state in a partial": lambda b: b.partial.func.__closure__[0].cell_contents.__setitem__(0, 8.0),
     "None for an object that goes": without("scaler"),
     "None for a layer that goes": without("gate"),
+    "a slot that is emptied": lambda b: (delattr(b.slots, "shape"), gc.collect()),
     "an attribute that hides a method": lambda b: setattr(b.norms, "shift", lambda x: x - 5),
 }
 

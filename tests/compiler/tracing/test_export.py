@@ -124,7 +124,7 @@ def test_gpu_graph_refuses_tensors_beyond_32_bit_indices():
 
 
 def test_a_graph_that_does_not_fit_its_own_example_is_refused(monkeypatch):
-    monkeypatch.setattr(export_module, "_guards", lambda inputs: ("1 < 0",))
+    monkeypatch.setattr(export_module, "_guards", lambda inputs, count: ("1 < 0",))
     with pytest.raises(Unsupported, match="sizes outside"):
         export(ConvolutionNetwork())
 

@@ -264,6 +264,9 @@ class ComfyHost(Host):
         options = context.get(OPTIONS) or {}
         return any(options.get(WRAPPERS, {}).get(NETWORK_WRAPPERS, {}).values())
 
+    def is_comparable(self, context: Mapping[str, Any]) -> bool:
+        return deep_cache.MARK not in (context.get(OPTIONS) or {}) and super().is_comparable(context)
+
     def steps(self, context: Mapping[str, Any]) -> int:
         sigmas = (context.get(OPTIONS) or {}).get(STEPS)
         return 0 if sigmas is None else len(sigmas) - 1

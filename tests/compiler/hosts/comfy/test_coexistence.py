@@ -206,3 +206,41 @@ def test_a_wrapper_that_its_node_resets_is_reset(load, registry, sample):
         ours = sample(fast, "tiny_sd15", width=width)
         wrapper.first = None
         assert torch.equal(ours, sample(model, "tiny_sd15", width=width))
+
+
+@pytest.fixture
+def replaced(load):
+    """A model, and a clone in which another node puts another network in the place of the model's."""
+    model = load("tiny_sd15")
+    other = copy.deepcopy(model.model.diffusion_model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(0.9)
+    clone = model.clone()
+    clone.add_object_patch("diffusion_model", other)
+    return model, clone
+
+
+def test_a_network_that_another_node_replaces_is_left_alone(replaced, registry, sample):
+    model, clone = replaced
+    plain, theirs = sample(model, "tiny_sd15"), sample(clone, "tiny_sd15")
+    assert (theirs - plain).norm() > 1e-2 * plain.norm()
+    ours, text = host.compile_model(clone, host.Request("eager"))
+    assert text == "Not compiled: another node puts its own network in the place of this model's"
+    assert_same(sample(ours, "tiny_sd15"), theirs)
+
+
+def test_a_network_that_is_replaced_after_compiling_gets_nothing_of_ours(replaced, registry, sample):
+    model, clone = replaced
+    if not hasattr(model, "add_callback_with_key"):
+        pytest.skip("this ComfyUI does not say when a sampling begins")
+    plain, theirs = sample(model, "tiny_sd15"), sample(clone, "tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager"))[0].clone()
+    fast.add_object_patch("diffusion_model", clone.object_patches["diffusion_model"])
+    for _ in range(2):
+        assert_same(sample(fast, "tiny_sd15"), theirs)
+        assert_same(sample(clone, "tiny_sd15"), theirs)
+        assert_same(sample(model, "tiny_sd15"), plain)
+    comfy.model_management.unload_all_models()
+    for network in (model.model.diffusion_model, clone.object_patches["diffusion_model"]):
+        assert all(HOST.module_is_clean(module) for module in network.modules())

@@ -213,13 +213,13 @@ def test_another_size_is_whole_first(network):
     torch.testing.assert_close(cache(model.apply_model, call), by_hand(network, cache.depth, call, call))
 
 
-@pytest.mark.parametrize("name", ["output_block_patch", "input_block_patch"])
+@pytest.mark.parametrize("name", ["output_block_patch", "input_block_patch", "middle_block_after_patch"])
 def test_steps_with_patches_between_blocks_are_whole_and_the_text_says_so(network, name):
     cache = DeepCache(network, Settings(interval=4))
     model, seen = Model(network), []
 
     def patch(h, *rest):
-        seen.append(h.shape[1])
+        seen.append((h["h"] if isinstance(h, dict) else h).shape[1])
         return (h, rest[0]) if len(rest) > 1 else h
 
     for number in range(3):
@@ -384,6 +384,21 @@ def test_the_window_is_known_through_another_wrapper(model, sample):
     theirs = cached(model, block=0, start=400, end=700)
     sample(passed_on(theirs), "tiny_sd15", steps=STEPS)
     assert 0 < cache_of(theirs).shallow < 4
+
+
+def test_with_context_windows_each_step_is_whole(model, sample):
+    """Each window has other frames: the deep features of one are not those of another."""
+    windows = pytest.importorskip("comfy.context_windows", reason="this ComfyUI has no context windows")
+    model = model.clone()
+    model.model_options["context_handler"] = windows.IndexListContextHandler(
+        context_schedule=windows.get_matching_context_schedule("standard_static"),
+        fuse_method=windows.get_matching_fuse_method("flat"), context_length=2, context_overlap=0, dim=0,
+    )  # fmt: skip
+    ours = cached(model, interval=2)
+    cache_of(ours).comparison = DONE
+    expected, image = (sample(each, "tiny_sd15", steps=4, batch=4) for each in (model, ours))
+    assert torch.equal(image, expected)
+    assert "context windows" in cache_of(ours).text()
 
 
 def test_the_first_image_is_that_of_later_runs(model, sample):

@@ -37,6 +37,9 @@ def graph(number):
     ("prefix", "names"),
     [
         ("", ["graphs_00001_", "graphs_00002_"]),
+        (".", ["graphs_00001_", "graphs_00002_"]),
+        ("sub/..", ["graphs_00001_", "graphs_00002_"]),
+        ("sub/.", ["sub/graphs_00001_", "sub/graphs_00002_"]),
         ("sub/", ["sub/graphs_00001_", "sub/graphs_00002_"]),
         ("sub\\sdxl", ["sub/sdxl_00001_", "sub/sdxl_00002_"]),
         ("./sub//../flux", ["flux_00001_", "flux_00002_"]),
