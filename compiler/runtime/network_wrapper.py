@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
@@ -35,6 +36,8 @@ Repeat = Callable[[nn.Module, str, tuple, Mapping[str, Any]], ModelCall | None]
 """Makes of a running call (network, method, arguments) what makes it again at other sizes."""
 
 OVERFLOWED = Reason(ReasonCode.NOT_FINITE)
+MOST_OVERFLOWS = 3
+"""After so many images one after the other that were made twice, they are made eagerly at once."""
 
 
 class NetworkWrapper:
@@ -250,13 +253,21 @@ class VAEWrapper(NetworkWrapper):
         super().__init__(*args, **kwargs)
         self.on_broken: Callable[[Reason], None] = lambda reason: None
         """Called with the reason when an image had to be made again eagerly."""
+        self._overflows: Counter[torch.dtype] = Counter()
+        """Results one after the other that were not finite, by the dtype of the calls."""
 
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device, dtype = first.device, first.dtype
+        if self._overflows[dtype] >= MOST_OVERFLOWS:
+            with eagerly(OVERFLOWED):
+                return super()._enter(*args, **kwargs)
         drawn = _random_state(device)
         result = super()._enter(*args, **kwargs)
         if _is_finite(result):
+            self._overflows[dtype] = 0
             return result
+        self._overflows[dtype] += 1
         _restore_random_state(device, drawn)  # an encoder may sample, and must then draw the same numbers again
         with eagerly(OVERFLOWED):
             again = super()._enter(*args, **kwargs)

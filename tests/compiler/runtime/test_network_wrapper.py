@@ -12,7 +12,13 @@ import torch
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
-from compiled_graphs.compiler.runtime.network_wrapper import OVERFLOWED, NetworkWrapper, VAEWrapper, _is_finite
+from compiled_graphs.compiler.runtime.network_wrapper import (
+    MOST_OVERFLOWS,
+    OVERFLOWED,
+    NetworkWrapper,
+    VAEWrapper,
+    _is_finite,
+)
 from compiled_graphs.compiler.runtime.region_forward import _thread
 from compiled_graphs.compiler.runtime.running_call import RunningCall, running_call
 from compiled_graphs.compiler.runtime.sampling import Announced
@@ -165,6 +171,17 @@ def test_one_value_that_is_not_finite_is_seen_wherever_it_is(value, dtype):
 def test_results_without_such_values_are_finite():
     largest = torch.tensor([torch.finfo(torch.float16).max], dtype=torch.float16)
     assert _is_finite((largest, -largest, torch.empty(0), torch.tensor([2**40]), torch.tensor([True]), None))
+
+
+def test_a_vae_that_always_overflows_is_not_run_twice_for_ever(monkeypatch):
+    network = Overflowing()
+    told, draws = [], []
+    enter(network, VAEWrapper).on_broken = told.append
+    monkeypatch.setattr(torch, "rand", lambda size, rand=torch.rand: draws.append(size) or rand(size))
+    for _ in range(MOST_OVERFLOWS + 2):
+        assert torch.isfinite(network(torch.zeros(1))).all()
+    assert len(told) == MOST_OVERFLOWS
+    assert len(draws) == 2 * MOST_OVERFLOWS + 2
 
 
 def test_overflow_in_eager_too_is_not_reported():
