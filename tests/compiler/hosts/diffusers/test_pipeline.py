@@ -633,6 +633,16 @@ def test_changed_attention_processors_take_effect(graphs):
     assert not any("failed" in reason for reason in reasons(pipe))
 
 
+def test_an_attention_backend_for_a_while_is_followed(graphs):
+    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    pipe = eagerly_compiled(pipelines.flux())
+    image(pipe)
+    compiled = host._part_of(pipe.transformer).compiled
+    with dispatch.attention_backend("_native_math"):
+        assert not compiled.is_unchanged()
+    assert compiled.is_unchanged()
+
+
 def test_a_controlnet_is_compiled_with_its_residuals(graphs):
     def controlled(number: int):
         pipe = pipelines.sd15()
