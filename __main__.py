@@ -1,18 +1,29 @@
 """The command line: `python -m compiled_graphs doctor`, `... bake`, `... bundle`, `... key`, `... trust`, `... store`
 and others.
 
-Where the extension is not installed as a package, run `python -m FOLDER trust add FILE` in `custom_nodes`.
+Where the extension is not installed as a package, run `python -m FOLDER trust add FILE` in `custom_nodes`, or
+`python PATH/FOLDER trust add FILE`: the Python of ComfyUI's portable build looks for no module in the current folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import runpy
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, TextIO
+
+if not __package__:  # run by the folder's path, whatever its name is
+    _folder = sys.path.pop(0)  # Python has put it there, and it has a module `diffusers`
+    _spec = importlib.util.spec_from_file_location("compiled_graphs", Path(_folder, "__init__.py"))
+    sys.modules["compiled_graphs"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["compiled_graphs"])
+    runpy.run_module("compiled_graphs", run_name="__main__", alter_sys=True)
+    sys.exit()
 
 from .baking import bundle
 from .baking import command as bake_command

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +164,19 @@ def test_it_runs_as_a_module(foreign):
     command = [sys.executable, "-m", "compiled_graphs", "trust", "add", str(foreign), "--yes"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["compiled-graphs", "compiled graphs.v1"])
+def test_it_runs_by_the_path_of_its_folder(tmp_path, name):
+    """As Windows' portable Python needs it. It looks for modules neither in the current folder nor in PYTHONPATH."""
+    folder = tmp_path / name
+    folder.symlink_to(Path(__file__).parents[1], target_is_directory=True)
+    environment = os.environ | {"COMPILED_GRAPHS_TRUST": str(tmp_path / "trust")}
+    command = [sys.executable, "-I", str(folder), "trust"]
+    listed = subprocess.run([*command, "list"], env=environment, capture_output=True, text=True, check=False)
+    assert (listed.returncode, "Only graphs of this machine's own key run here." in listed.stdout) == (0, True)
+    failed = subprocess.run([*command, "add", "nowhere"], env=environment, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
 
 
 def graph(key, region="Block"):
