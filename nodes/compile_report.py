@@ -22,7 +22,8 @@ NOT_COMPILED = say(
     "Not compiled: connect what comes from Compile Model, VAE Speedup, ControlNet Speedup, CLIP Speedup or Load Graph"
 )
 NOT_TIMED = say(
-    "Blocks are timed on their first run, with verify on. Connect an image of this model to the input after."
+    "Blocks are timed on their first run, with verify on. Connect an image that this model made to the input named "
+    "'after'."
 )
 
 

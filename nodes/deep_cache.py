@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 STEPS = {
     name: ("INT", {"default": default, "min": least, "max": most, "tooltip": tooltip})
     for name, default, least, most, tooltip in (
-        ("cache_interval", 3, 1, 1000, "Every so many steps one is computed whole; 1 computes all of them whole."),
+        ("cache_interval", 3, 1, 1000, "One step in this many is computed whole. With 1, every step is."),
         (
             "cache_layer_id",
             0,
             0,
             12,
-            "Level of the UNet in which other steps turn around: 0 for full resolution, fastest.",
+            "How deep the other steps go into the UNet. 0 is the outermost level only, and the fastest.",
         ),
         ("cache_block_id", 1, 0, 12, "Block in that level. Later ones compute more and differ less."),
         ("start_step", 0, 0, 1000, "Where in the schedule it begins, of 1000. All steps before are computed whole."),
@@ -38,7 +38,7 @@ class DeepCache:
     RETURN_TYPES = ("MODEL",)
     OUTPUT_TOOLTIPS = ("The model with shallow steps. LoRA nodes and Compile Model may follow.",)
     DESCRIPTION = (
-        "Takes what the deep blocks of a UNet compute from an earlier step, for most of the steps (SD1.5, SDXL, SVD). "
+        "On most steps, reuses what a UNet's deep blocks gave on an earlier step (SD1.5, SDXL, SVD). "
         "Unlike Compile Model it changes the image; the node shows by how much a step differs and what it saves."
     )
     SEARCH_ALIASES = ["deep cache", "feature cache", "step cache", "onediff", "speed up"]

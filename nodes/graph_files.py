@@ -42,7 +42,7 @@ class SaveGraph:
                 "filename_prefix": ("STRING", {"default": "graphs", "tooltip": "The file is PREFIX_00001_" + SUFFIX}),
             },
             "optional": {
-                "model": ("MODEL", {"tooltip": "A compiled model. One that is not yet is compiled now."}),
+                "model": ("MODEL", {"tooltip": "A compiled model. If it is not compiled yet, it is compiled now."}),
                 "vae": ("VAE", {"tooltip": "A VAE from VAE Speedup. One that is not compiled yet is compiled now."}),
                 "control_net": (
                     "CONTROL_NET",
@@ -102,8 +102,8 @@ class LoadGraph:
         "The CLIP, as from CLIP Speedup.",
     )
     DESCRIPTION = (
-        "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled with the backend; a file "
-        "that is missing, damaged or from elsewhere is named, and the model is compiled."
+        "Loads graphs that Save Graph wrote on this machine. What the file lacks is compiled with the backend. If "
+        "the file is missing, damaged or not trusted, the node says so and compiles the model."
     )
     SEARCH_ALIASES = ["load compiled", "import graph", "model graph loader", "onediff"]
 
@@ -113,7 +113,10 @@ class LoadGraph:
             "required": {
                 "graph": (
                     graph_folder.choices(),
-                    {"tooltip": "A file that Save Graph wrote to models/compiled_graphs, or the newest of a name."},
+                    {
+                        "tooltip": "A file that Save Graph wrote to models/compiled_graphs. '(newest)' means the file "
+                        "with the highest number."
+                    },
                 ),
             },
             "optional": {

@@ -35,8 +35,9 @@ CUDA_GRAPHS = (
     "BOOLEAN",
     {
         "default": True,
-        "tooltip": "On NVIDIA GPUs, record a step once per image size and replay it: fast also where the CPU is slow. "
-        "Patched models and weights that do not fit the GPU run without. Needs the memory of a step while sampling.",
+        "tooltip": "On NVIDIA GPUs, record a step once per image size and replay it. This helps most if the CPU is "
+        "slow. LoRAs and ControlNets may take part. Where another node patches the model, or the weights do not fit on "
+        "the GPU, steps run without it. Needs the memory of a step while sampling.",
     },
 )
 

@@ -219,7 +219,7 @@ def branches_line(branches: LowRankBranches | None) -> Words | str:
     if (losses := branches.losses) is None:
         return line
     lost = say(
-        "Merged and rounded, what they change would be off by {merged:.0%}; beside them it is off by {beside:.1%}.",
+        "Merged and rounded, their effect would be off by {merged:.0%}. Beside the weights it is off by {beside:.1%}.",
         merged=losses.merged,
         beside=losses.beside,
     )
