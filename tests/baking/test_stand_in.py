@@ -61,5 +61,6 @@ def test_a_file_without_a_header_is_named(tmp_path, data):
 
 
 def test_an_empty_folder_is_said(tmp_path, capsys):
-    assert main(["headers", str(tmp_path), str(tmp_path / "headers")]) == 1
+    (tmp_path / "models").mkdir()
+    assert main(["headers", str(tmp_path / "models"), str(tmp_path / "headers")]) == 1
     assert "0 headers in" in capsys.readouterr().out

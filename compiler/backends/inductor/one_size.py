@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...common.reason import ReasonCode, Unsupported
+from ...common.torch_compat import arguments_of
 
 _POOLS = re.compile(r"aten\._?(?P<kind>adaptive_avg|adaptive_max|fractional_max|avg|max)_pool(?P<rank>[123])d")
 
@@ -26,7 +27,7 @@ def refuse_one_size(module: torch.fx.GraphModule) -> None:
 
 
 def _is_for_one_size(node: torch.fx.Node) -> bool:
-    name, given = str(node.target), _arguments(node)
+    name, given = str(node.target), arguments_of(node)
     value = getattr(given.get("self"), "meta", {}).get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -41,16 +42,6 @@ def _is_for_one_size(node: torch.fx.Node) -> bool:
         return bool(given.get("ceil_mode"))
     size = given["output_size"]
     return any(each != 1 for each in (size if isinstance(size, list | tuple) else [size]))
-
-
-def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """Return an operator's arguments by name, with the defaults."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {}
-    given = dict(zip((argument.name for argument in schema.arguments), node.args))
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return defaults | given | dict(node.kwargs)
 
 
 def _is_open(sizes: Any) -> bool:

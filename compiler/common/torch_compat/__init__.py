@@ -354,6 +354,15 @@ def returns_view(target: Any) -> bool:
     return isinstance(target, OpOverload) and any(each.alias_info for each in target._schema.returns)
 
 
+def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
+    """Return the arguments of a graph's node by name, with the defaults; nothing if its target is no operator."""
+    if not isinstance(node.target, OpOverload):
+        return {}
+    parameters = node.target._schema.arguments
+    given = dict(zip((parameter.name for parameter in parameters), node.args))
+    return {parameter.name: parameter.default_value for parameter in parameters} | given | dict(node.kwargs)
+
+
 # Products in float8. Without these names the backend inductor_fp8 cannot be used.
 scaled_mm = Later("torch.ops:aten._scaled_mm.default", Need.SOME)
 FOR_FLOAT8 = (scaled_mm, Later("torch.fx.experimental.sym_node:SymNode.hint", Need.SOME))
