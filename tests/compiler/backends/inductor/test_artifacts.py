@@ -157,12 +157,13 @@ def test_a_network_compiles_without_optional_names(monkeypatch, tmp_path, take_a
 
 
 def test_loading_an_artifact_starts_no_processes_that_compile(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 4)
-    threads, before = [], settings()
+    threads = []
     loader = SimpleNamespace(load=lambda **_how: threads.append(torch._inductor.config.compile_threads))
     monkeypatch.setattr(artifacts, "CompiledArtifact", SimpleNamespace(get=lambda: loader))
     with zipfile.ZipFile(data := io.BytesIO(), "w") as archive:
         archive.writestr("artifact", b"kernels")
-    Artifact.load(data.getvalue(), torch.device("cuda"))
+    with torch._inductor.config.patch(compile_threads=4):  # monkeypatch would leave the setting without a default
+        before = settings()
+        Artifact.load(data.getvalue(), torch.device("cuda"))
+        assert settings() == before
     assert threads == [1]
-    assert settings() == before
