@@ -6,11 +6,10 @@
 Two models (SDXL in fp16, and Flux with 6 + 12 blocks in bf16 or with N + N) take turns at random, at three sizes,
 without a LoRA or with one of two strengths. ComfyUI may use --leave GiB of the GPU (its --vram-headroom is the rest),
 which is less than both models need, so they evict each other. ComfyUI loads a model again when the other one ran in
-between, unless --keep-models. With one model alone, a changed LoRA has weights added to pages that are there. The
-latent of each prompt is compared with that of the same prompt without our nodes, which stays in --home, as does a
-latent that differs. The exit status is 1 if a latent differs, or differs by much more than others of its case, if a
-prompt or a graph's check fails, a page of weights stays pinned, memory grows or something compiles that was compiled
-before.
+between, unless --keep-models. With one model alone, only a changed LoRA has pages filled anew. The latent of each
+prompt is compared with that of the same prompt without our nodes, which stays in --home, as does a latent that
+differs. The exit status is 1 if a latent differs, or differs by much more than others of its case, if a prompt or a
+graph's check fails, a page of weights stays pinned, memory grows or something compiles that was compiled before.
 """
 
 from __future__ import annotations

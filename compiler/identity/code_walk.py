@@ -205,10 +205,9 @@ class CodeWalk:
             return
         space = vars(module)
         if member:
-            with suppress(Exception):  # a module may make its names when it is asked for them
-                space = space if hasattr(module, member) and member in space else {member: getattr(module, member)}
-            if member not in space and (inner := _module(f"{name}.{member}")) is not None:
-                space = {member: inner}
+            value = _imported_from(module, name, member)
+            if member not in space and value is not None:  # a module may make its names when it is asked for them
+                space = {member: value}
             rest = (member, *rest)
         if rest:
             yield from self._follow(item, chain, source, space, rest)
@@ -335,6 +334,13 @@ def _module(name: str) -> types.ModuleType | None:
     with suppress(Exception):  # such as a package that is not installed: then the code runs without it
         return importlib.import_module(name)
     return None
+
+
+def _imported_from(module: types.ModuleType, name: str, member: str) -> Any:
+    """Return what `from name import member` gives; None if it fails."""
+    with suppress(Exception):
+        return getattr(module, member)
+    return _module(f"{name}.{member}")
 
 
 def _methods(cls: type) -> list[tuple[str, types.FunctionType]]:

@@ -224,7 +224,7 @@ class CompiledGraph(GraphIdentity):
 
     executable: Executable
     is_foreign: bool = False
-    """Whether somebody else signed the file that it came from. Their file is where it stays: trust can be withdrawn."""
+    """Whether somebody else signed the file that it came from. It is not copied out of that: trust can be withdrawn."""
 
     @property
     def precision(self) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""Operators of which Inductor makes kernels for the example's sizes only, though tracing left the sizes open.
+"""Operators whose kernels Inductor makes for the example's sizes only, though tracing left the sizes open.
 
 Their lowerings need a number where they get a symbol. They take the example's, and note that in the shape environment
 of the trace. A graph from one of Inductor's caches has no such note. So graphs with these operators are refused, by
