@@ -170,7 +170,7 @@ def figures_of(model, change, registry, told):
     """Sample with a LoRA beside the weights; return what the node was told to have been lost."""
     ours = compiled(model, on_change=told.append)
     sampled(change(ours, 1.0))
-    found = re.search(r"off by (\d+)%; beside them it is off by ([\d.]+)%", told[-1])
+    found = re.search(r"off by (\d+)%\D* off by ([\d.]+)%", told[-1])
     return tuple(float(figure) / 100 for figure in found.groups()) if found else None
 
 
