@@ -293,11 +293,13 @@ class RegionForward:
         plan, spec = call.plan, call.plan.entry.graph.spec
         self.check_next = False
         was_right = plan.small_sizes | call.patches in plan.entry.verified
-        copies = [t.clone() for t in call.tensors]
+        copies = _copies(call.tensors)
         recorded = self._host.record_patches(call.context, call.patch_points) if call.patch_points else None
-        theirs = call.eager(recorded.context if recorded else call.context)
+        theirs = _eager_beside(copies, call, recorded.context if recorded else call.context)
         if recorded:
             recorded.hand_over()
+        if not copies:  # another call will tell
+            return theirs
         try:
             with calling(recorded) if recorded else nullcontext():
                 ours = call.found(self._run(plan, call.weights, copies))
@@ -388,6 +390,26 @@ class _Call:
         if not self.window.accepts(values):
             raise ValueError("a graph that leaves other frames")
         return result, (values, writes.moved)
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors, or return nothing if there is too little memory."""
+    try:
+        return [tensor.clone() for tensor in tensors]
+    except torch.cuda.OutOfMemoryError:
+        return []
+
+
+def _eager_beside(copies: list[torch.Tensor], call: _Call, context: Mapping[str, Any]) -> Any:
+    """Run the region's own code. If the copies leave it too little memory, empty their list and run it again."""
+    spec = call.plan.entry.graph.spec
+    try:
+        return call.eager(context)
+    except torch.cuda.OutOfMemoryError:
+        if spec.mutated or call.window or call.patch_points:  # what it wrote or called cannot be undone
+            raise
+    copies.clear()
+    return call.eager(context)
 
 
 def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from networks import (
     weights_of,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -973,6 +974,38 @@ def test_a_check_without_memory_gives_eagers_result(registry):
     x = tokens()
     same(network(x), reference(x))
     assert (compiled.counters.retired, compiled.counters.verifications) == (0, 0)
+
+
+class LittleMemory(TorchDispatchMode):
+    """A GPU with no room for copies, or with none for a product while one is alive."""
+
+    def __init__(self, has_room_for_copies):
+        super().__init__()
+        self.has_room_for_copies, self.copies, self.raised = has_room_for_copies, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_copy = func is torch.ops.aten.clone.default
+        is_full = any(copy() is not None for copy in self.copies) and func is torch.ops.aten.addmm.default
+        if is_full or (is_copy and not self.has_room_for_copies):
+            self.raised += 1
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        result = func(*args, **(kwargs or {}))
+        if is_copy:
+            self.copies.append(weakref.ref(result))
+        return result
+
+
+@pytest.mark.parametrize("has_room_for_copies", [True, False])
+def test_a_check_takes_no_memory_that_eager_needs(has_room_for_copies, registry):
+    network, x = transformer(), tokens()
+    reference, compiled = pair(network, registry)
+    with LittleMemory(has_room_for_copies) as memory:
+        result = network(x)
+    same(result, reference(x))
+    assert memory.raised
+    assert (compiled.counters.retired, compiled.counters.verifications) == (0, 0)
+    same(network(x), reference(x))
+    assert compiled.counters.verifications
 
 
 def test_an_error_of_eager_itself_reaches_the_caller(registry):
