@@ -71,7 +71,7 @@ def left_line(worth: Worth | None) -> Words | str:
     if worth is None or not worth.is_left:
         return ""
     return say(
-        "Left uncompiled: it ran {factor:.2f}x as fast compiled as uncompiled here. "
+        "Left uncompiled: compiled, it ran at {factor:.2f}x the normal speed here. "
         "Choose the backend inductor to compile anyway.",
         factor=worth.factor,
     )
