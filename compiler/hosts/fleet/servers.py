@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -29,6 +30,8 @@ START_LIMIT = 300.0
 RETURN_LIMIT = 120.0
 """Seconds that a server by address may be away before it is given up."""
 POLL = 0.1
+_NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
+"""What Python raises for a server that is not there, answers nonsense, or ends within an answer."""
 MOST_SAID = 500
 """Characters of a server's own reason that are passed on."""
 
@@ -65,9 +68,11 @@ class Server:
         """Raises Lost if nobody answers, or if the server does not have this extension."""
         try:
             self._get("/compiled_graphs/registry")
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError as error:
+            if error.code != http.HTTPStatus.NOT_FOUND:
+                raise Lost(f"it answers with HTTP error {error.code}, {error.reason}") from None
             raise Lost("it does not have the extension Compiled Graphs: install it there") from None
-        except (OSError, ValueError) as error:
+        except _NO_ANSWER as error:
             raise Lost(f"it does not answer ({_reason(error)})") from None
 
     def run(self, item: Mapping[str, Any]) -> WorkflowResult:
@@ -78,7 +83,7 @@ class Server:
             return WorkflowResult(outputs, tuple(self._images(outputs)))
         except urllib.error.HTTPError as error:
             raise Refused(_said(error)) from None
-        except (OSError, ValueError, KeyError) as error:
+        except (*_NO_ANSWER, KeyError) as error:
             raise Lost(f"it does not answer ({_reason(error)})") from None
 
     def replaced(self) -> Server | None:
@@ -97,10 +102,7 @@ class Server:
         """Nothing is held."""
 
     def _queue(self, workflow: Mapping[str, Any]) -> str:
-        body = json.dumps({"prompt": workflow, "client_id": f"compiled-graphs-{uuid.uuid4()}"}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.name}/prompt", body, headers, method="POST")
-        with urllib.request.urlopen(request, timeout=ANSWER_LIMIT) as answer:
+        with self._post("/prompt", {"prompt": workflow, "client_id": f"compiled-graphs-{uuid.uuid4()}"}) as answer:
             return json.load(answer)["prompt_id"]
 
     def _wait(self, prompt: str) -> dict[str, Any]:
@@ -112,20 +114,22 @@ class Server:
                 if (status := entry.get("status") or {}).get("status_str") == "error":
                     raise Refused(_node_error(status.get("messages", ())))
                 return entry
-            if not self._is_queued(prompt) and prompt not in self._get(f"/history/{prompt}"):
+            if not self._is_in(prompt, "queue_running", "queue_pending") and prompt not in self._get(f"/history/{prompt}"):
                 raise Lost("it no longer knows the workflow that it was given")
             time.sleep(POLL)
-        self._interrupt()
+        self._cancel(prompt)
         raise Lost(f"a workflow took more than {self._limit:g} s")
 
-    def _is_queued(self, prompt: str) -> bool:
+    def _is_in(self, prompt: str, *parts: str) -> bool:
         queue = self._get("/queue")
-        return any(entry[1] == prompt for entry in [*queue["queue_running"], *queue["queue_pending"]])
+        return any(entry[1] == prompt for part in parts for entry in queue[part])
 
-    def _interrupt(self) -> None:
-        with contextlib.suppress(OSError):
-            request = urllib.request.Request(f"{self.name}/interrupt", b"", method="POST")
-            urllib.request.urlopen(request, timeout=ANSWER_LIMIT).close()
+    def _cancel(self, prompt: str) -> None:
+        """Take a prompt out of the queue, or stop it if it runs. The prompts of others go on."""
+        with contextlib.suppress(*_NO_ANSWER, KeyError):
+            self._post("/queue", {"delete": [prompt]}).close()
+            if self._is_in(prompt, "queue_running"):  # an older ComfyUI stops whatever runs
+                self._post("/interrupt", {"prompt_id": prompt}).close()
 
     def _images(self, outputs: Mapping[str, Any]) -> list[Image]:
         return [
@@ -139,6 +143,11 @@ class Server:
         query = urllib.parse.urlencode({key: reference.get(key, "") for key in ("filename", "subfolder", "type")})
         with urllib.request.urlopen(f"{self.name}/view?{query}", timeout=ANSWER_LIMIT) as answer:
             return answer.read()
+
+    def _post(self, path: str, content: Mapping[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.name + path, json.dumps(content).encode(), headers, method="POST")
+        return urllib.request.urlopen(request, timeout=ANSWER_LIMIT)
 
     def _get(self, path: str) -> Any:
         with urllib.request.urlopen(self.name + path, timeout=ANSWER_LIMIT) as answer:

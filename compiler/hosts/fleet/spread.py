@@ -17,7 +17,7 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often an item is tried that takes its workers with it."""
+"""An item is given up after it has lost this many workers."""
 REPLACEMENTS = 3
 """How often a worker in one place is replaced."""
 
@@ -202,8 +202,9 @@ class Spread:
         try:
             found = worker.replaced() if left > 0 and not self._is_over else None
             said = f"{found.name} takes the place of {worker.name}." if found else ""
-        except Lost as error:
-            found, said = None, f"{worker.name} is not replaced: {error}."
+        except Exception as error:  # also what the code that makes a worker raises, such as too little memory
+            reason = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
+            found, said = None, f"{worker.name} is not replaced: {reason}."
         with self._change:
             if found is not None:
                 self._workers[found.name] = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 
 from compiled_graphs.compiler.common import words
@@ -48,3 +49,10 @@ def test_what_stands_between_sentences_is_translated(monkeypatch):
     text = join([say("One."), say("Two.")], " ")
     assert text == "One. Two."
     assert text.in_language("zh") == "一。二。"
+
+
+def test_a_language_is_no_path(tmp_path):
+    (tmp_path / "evil.json").write_text('{"yes": "no"}')
+    text = say("yes")
+    for language in (str(tmp_path / "evil"), os.path.relpath(tmp_path / "evil", words.LOCALES)):
+        assert text.in_language(language) == "yes"

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,68 @@ def launch_of(server):
     }
     environment = {"OTEL_SDK_DISABLED": "true", "HF_HUB_OFFLINE": "1", **folders}
     return Launch(command, server._comfyui or str(server.home), environment)
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server whose answers a test sets: a path's beginning, and what is written to the socket or returned as JSON."""
+
+    def do_GET(self):
+        self.answer()
+
+    def do_POST(self):
+        self.body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posted.append((self.path, json.loads(self.body or b"null")))
+        self.answer()
+
+    def answer(self):
+        content = next(content for path, content in self.server.answers.items() if self.path.startswith(path))
+        if isinstance(content, int):
+            self.send_error(content)
+        elif isinstance(content, bytes):
+            self.wfile.write(content)
+        else:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *args): ...
+
+
+@pytest.fixture
+def answering():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as http_server:
+        http_server.posted, http_server.answers = [], {"/compiled_graphs/registry": {}}
+        http_server.address = f"http://127.0.0.1:{http_server.server_port}"
+        threading.Thread(target=http_server.serve_forever, daemon=True).start()
+        yield http_server
+        http_server.shutdown()
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_workflow_that_takes_too_long_is_cancelled_and_no_other(answering, runs):
+    ours, theirs = [0, "ours", {}, {}, []], [1, "theirs", {}, {}, []]
+    queue = {"queue_running": [ours if runs else theirs], "queue_pending": [theirs if runs else ours]}
+    answering.answers |= {"/prompt": {"prompt_id": "ours"}, "/history": {}, "/queue": queue, "/interrupt": {}}
+    with pytest.raises(Lost, match="more than 0.2 s"):
+        Server(answering.address, limit=0.2).run({})
+    posted = answering.posted[1:]
+    assert posted == [("/queue", {"delete": ["ours"]}), *([("/interrupt", {"prompt_id": "ours"})] if runs else ())]
+
+
+def test_a_server_that_ends_within_an_answer_is_lost(answering):
+    image = {"filename": "a.png", "type": "output"}
+    history = {"p": {"outputs": {"9": {"images": [image]}}}}
+    half = b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
+    answering.answers |= {"/prompt": {"prompt_id": "p"}, "/history": history, "/view": half}
+    with pytest.raises(Lost, match="it does not answer"):
+        Server(answering.address).run({})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(404, "does not have the extension"), (502, "HTTP error 502, Bad Gateway"), (b"SSH-2.0-OpenSSH\r\n", "not answer")],
+)
+def test_what_is_at_an_address_is_said(answering, answer, reason):
+    answering.answers["/compiled_graphs/registry"] = answer
+    with pytest.raises(Lost, match=reason):
+        map_workflows([{}], [answering.address])

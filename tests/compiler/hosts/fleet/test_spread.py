@@ -176,3 +176,14 @@ def test_a_callback_that_fails_ends_no_work(caplog):
 def test_the_time_left_is_estimated():
     assert str(Progress(2, 8, 3, 10.0, "")) == "2 of 8 done, 3 working, about 30 s left"
     assert str(Progress(0, 8, 3, 10.0, "A is lost.")) == "0 of 8 done, 3 working. A is lost."
+
+
+def test_a_worker_that_cannot_be_made_again_ends_no_batch(told):
+    def fail():
+        raise RuntimeError("CUDA out of memory")
+
+    worker = Worker("a", lose)
+    worker.replaced = fail
+    (outcome,) = spread([1], told, worker)
+    assert "no worker is left for it" in outcome.error
+    assert "a is not replaced: RuntimeError: CUDA out of memory." in str(told[0]) + str(told[1])
