@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.backends import NAMES
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
 
 NOTHING_CONNECTED = say("Connect a model, a VAE, a ControlNet or a CLIP.")
+NO_GRAPHS_YET = say("No block is compiled yet. Connect an image or latent that was made with it to 'after'.")
 
 
 class SaveGraph:
@@ -176,7 +178,14 @@ class LoadGraph:
 
         # Where no server says when a prompt is queued, the warm-up begins here at the latest.
         warm_up(backend, loads=True)
-        found = graph_folder.read(graph, block_classes(model, vae, control_net), digest, where)
+        things = {"model": model, "vae": vae, "control_net": control_net, "clip": clip}
+        compilers = {
+            "model": compile_model,
+            "vae": partial(compile_vae, encode=None),
+            "control_net": compile_control_net,
+            "clip": compile_clip,
+        }
+        found = graph_folder.read(graph, block_classes(*things.values()), digest, where)
         shown = _Lines(found.problem)
         common = replace(
             events.request(backend, True, unique_id, prompt, extra_pnginfo),
@@ -190,21 +199,13 @@ class LoadGraph:
         def request(name: str) -> Request:
             return replace(common, on_change=lambda text: events.show(unique_id, shown.put(name, text)))
 
-        if model is not None:
-            model, text = compile_model(model, request("model"))
-            shown.put("model", text)
-        if vae is not None:
-            vae, text = compile_vae(vae, request("vae"), encode=None)
-            shown.put("vae", text)
-        if control_net is not None:
-            control_net, text = compile_control_net(control_net, request("control_net"))
-            shown.put("control_net", text)
-        if clip is not None:
-            clip, text = compile_clip(clip, request("clip"))
-            shown.put("clip", text)
-        text = shown.put("none", "" if model or vae or control_net or clip else NOTHING_CONNECTED)
+        connected = [name for name, thing in things.items() if thing is not None]
+        for name in connected:
+            things[name], text = compilers[name](things[name], request(name))
+            shown.put(name, text)
+        text = shown.put("none", "" if connected else NOTHING_CONNECTED)
         events.show(unique_id, text)
-        return {"ui": {"text": [text]}, "result": (model, vae, control_net, clip)}
+        return {"ui": {"text": [text]}, "result": tuple(things.values())}
 
 
 class _Lines:
@@ -227,10 +228,12 @@ def _graphs_of(thing: Any, compile_thing: Callable[[Any], tuple[Any, str]]) -> t
     from ..compiler.hosts.comfy.compile import finish, graphs_in_use, patcher_of
 
     finish(patcher_of(thing))
-    if graphs := graphs_in_use(patcher_of(thing)):
-        return graphs, []
+    graphs = graphs_in_use(patcher_of(thing))
+    if graphs is not None:
+        return graphs, [] if graphs else [NO_GRAPHS_YET]
     compiled, text = compile_thing(thing)
-    return graphs_in_use(patcher_of(compiled)) or [], [say("Compiled now: {text}", text=text)]
+    graphs = graphs_in_use(patcher_of(compiled)) or []
+    return graphs, [say("Compiled now: {text}", text=text) if graphs else text]
 
 
 def _written(graphs: list[CompiledGraph], filename_prefix: str) -> str:

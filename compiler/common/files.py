@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,29 +18,27 @@ SAVED = "saved"
 PARTIAL_AGE = 3600.0
 """Seconds. Nobody still writes to a partial file that is older."""
 _PARTIAL = ".compiled_graphs.partial"
+_PRIVATE, _FOR_OTHERS = 0o600, 0o666
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 
 def write_whole(path: Path, data: bytes, writer: str = SAVED) -> None:
     """Replace a file by these bytes. A reader finds the old file or the new one, even after a crash at any moment.
 
-    Also removes the partial files that killed processes of this writer left in the folder. Raises OSError.
+    The user's mask says who may read it. Also removes the partial files that killed processes of this writer left in
+    the folder. Raises OSError.
     """
     _sweep(path.parent, writer)
-    _place(path, data, os.replace, writer)
+    _place(path, data, os.replace, writer, _FOR_OTHERS)
 
 
-def create_whole(path: Path, data: bytes) -> None:
-    """Create a file that only its owner can read, unless it exists. If several processes do so, the first one wins.
+def create_whole(path: Path, data: bytes, is_private: bool = False) -> None:
+    """Create a file, whole. If several processes do so, the first one wins. Only its owner can read a private one.
 
-    On a file system without hard links (exFAT, some network folders) the last one may win. Raises OSError.
+    Also removes partial files, as `write_whole` does. Raises FileExistsError if the file exists, and OSError.
     """
-    try:
-        _place(path, data, os.link, SAVED)
-    except FileExistsError:
-        return
-    except OSError:
-        if not path.exists():
-            write_whole(path, data)
+    _sweep(path.parent, SAVED)
+    _place(path, data, _put, SAVED, _PRIVATE if is_private else _FOR_OTHERS)
 
 
 def is_partial(name: str, writer: str) -> bool:
@@ -85,13 +83,24 @@ def _written(file: os.DirEntry) -> float:
         return time.time()
 
 
-def _place(path: Path, data: bytes, move: Callable[[str, Path], None], writer: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{writer}-", suffix=_PARTIAL)  # with mode 0600
+def _place(path: Path, data: bytes, move: Callable[[Path, Path], None], writer: str, mode: int) -> None:
+    temporary = path.parent / f".{writer}-{secrets.token_hex(8)}{_PARTIAL}"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(os.open(temporary, _NEW, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         move(temporary, path)
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Give a file its name. Raises FileExistsError if another file has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links: exFAT, some network folders
+        os.close(os.open(path, _NEW))
+        os.replace(temporary, path)

@@ -36,7 +36,7 @@ def replace_private(path: Path, data: bytes) -> None:
     make_private_folder(path.parent)
     partial = path.with_name(f"{path.name}.new")
     partial.unlink(missing_ok=True)
-    create_whole(partial, data)
+    create_whole(partial, data, is_private=True)
     os.replace(partial, path)
 
 

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ class Maker:
         make_private_folder(self._path.parent)
         if self.exists:
             os.replace(self._path, self._unused_name())
-        create_whole(self._path, ed25519.Ed25519PrivateKey.generate().private_bytes_raw())
+        with suppress(FileExistsError):  # another process was first
+            create_whole(self._path, ed25519.Ed25519PrivateKey.generate().private_bytes_raw(), is_private=True)
         return fingerprint(self.public())
 
     def public(self) -> bytes:

@@ -32,7 +32,7 @@ _CHUNK = 2**20
 def default_folder() -> Path:
     """Return the folder of the key: COMPILED_GRAPHS_TRUST, or `compiled_graphs` in the user's configuration folder."""
     if named := os.environ.get("COMPILED_GRAPHS_TRUST"):
-        return Path(named)
+        return Path(named).expanduser()
     if os.name == "nt":
         base = os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming"
     else:
@@ -161,7 +161,9 @@ class Trust:
     def _make_key(self) -> bytes:
         try:
             make_private_folder(self.folder)
-            create_whole(self.folder / "key", secrets.token_bytes(KEY_BYTES))
+            create_whole(self.folder / "key", secrets.token_bytes(KEY_BYTES), is_private=True)
+        except FileExistsError:  # another process was first
+            pass
         except OSError as error:
             raise UnusableKey(
                 f"no key can be written to {self.folder} ({error.strerror or error}): {_ELSEWHERE}"

@@ -71,25 +71,34 @@ def saved_name(text):
 def test_a_saved_file_loads_after_a_restart(home, start_server, saving, loading, pixels):
     shutil.rmtree(home / "graphs", ignore_errors=True)  # what other tests compiled
     with start_server() as first:
-        outputs = first.run(saving(seed=1))
+        prompt = saving(seed=1)
+        prompt["10"] = {"class_type": "CG_CLIPSpeedup", "inputs": {"clip": ["1", 1], "backend": "eager"}}
+        prompt["9"]["inputs"]["clip"] = ["10", 0]
+        outputs = first.run(prompt)
         text = outputs["9"]["text"][0].splitlines()
-        assert re.fullmatch(r"4 graphs saved to tiny_\d{5}_\.graph\.safetensors, \d\.\d MB", text[0]), text
+        assert re.fullmatch(r"5 graphs saved to tiny_\d{5}_\.graph\.safetensors, \d\.\d MB", text[0]), text
         assert text[1].startswith("Compiled now: Ready: 1 of 1 block types compiled (")
         name, (image,) = saved_name(text[0]), pixels(first, outputs)
     shutil.rmtree(home / "graphs")
     shutil.rmtree(home / "inductor")
     with start_server() as restarted:
-        outputs = restarted.run(loading(name, seed=1))
+        prompt = loading(name, seed=1)
+        prompt["2"]["inputs"]["clip"] = ["1", 1]
+        for node in prompt.values():
+            if node["class_type"] == "CLIPTextEncode":
+                node["inputs"]["clip"] = ["2", 3]
+        outputs = restarted.run(prompt)
         text = outputs["2"]["text"][0]
         label = name.removesuffix(".graph.safetensors")
         of = rf"block types loaded from {label} \([\d.]+ s\)\."
-        assert re.fullmatch(rf"Ready: 3 of 3 {of}\nVAE: Ready: 1 of 1 {of}", text), text
+        assert re.fullmatch(rf"Ready: 3 of 3 {of}\nVAE: Ready: 1 of 1 {of}\nCLIP: Ready: 1 of 1 {of}", text), text
         counts = totals(restarted)
-        assert (counts["compiles"], counts["from_file"], counts["from_disk"]) == (0, 4, 0)
+        assert (counts["compiles"], counts["from_file"], counts["from_disk"]) == (0, 5, 0)
         assert counts["reasons"] == {}
         assert abs(pixels(restarted, outputs)[0] - image).max() <= 1
         roles = next(iter(restarted.get("/compiled_graphs/registry")["workflows"].values()))["roles"]
-        assert {name: role["from_file"] for name, role in roles.items()} == {"2:base UNet": 3, "2:VAE": 1}
+        labels = {"2:base UNet": 3, "2:VAE": 1, "2:text encoder": 1}
+        assert {name: role["from_file"] for name, role in roles.items()} == labels
         assert all(role["calls"] > 0 for role in roles.values())
 
 
@@ -219,6 +228,15 @@ def test_save_compiles_an_uncompiled_model(server, workflow, graph_files):
     assert "3 graphs saved to graph_00001_" in text
     assert "Compiled now: Ready" in text
     assert (graph_files / "early" / "graph_00001_.graph.safetensors").stat().st_size > 1000
+
+
+def test_what_cannot_be_compiled_is_not_said_to_be_compiled(server):
+    loader = server.get("/object_info/VAELoader")["VAELoader"]
+    if "pixel_space" not in choices_of(loader["input"]["required"]["vae_name"]):
+        pytest.skip("this ComfyUI has no VAE without a network")
+    prompt = {"1": {"class_type": "VAELoader", "inputs": {"vae_name": "pixel_space"}}}
+    prompt["9"] = {"class_type": "CG_SaveGraph", "inputs": {"vae": ["1", 0], "filename_prefix": "none"}}
+    assert re.fullmatch(r"Nothing was saved\.\nNot compiled: .+", server.run(prompt)["9"]["text"][0])
 
 
 def test_a_missing_file_is_named_and_gives_an_image(server, loading):

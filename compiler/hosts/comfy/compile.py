@@ -143,20 +143,20 @@ def _missing_of_vae(vae: Any) -> str:
 
 
 def patcher_of(thing: Any) -> Any:
-    """Return the ModelPatcher of a MODEL, a VAE or a CONTROL_NET; None if a CONTROL_NET has none."""
+    """Return the ModelPatcher of a MODEL, a VAE, a CLIP or a CONTROL_NET; None if a CONTROL_NET has none."""
     if hasattr(thing, "get_control"):
         return getattr(thing, comfy_compat.CONTROL_NET_PATCHER, None)
     return getattr(thing, "patcher", thing)
 
 
 def block_classes(*things: Any) -> set[str]:
-    """Return the names of all classes of layers and blocks in the networks of MODELs, VAEs and CONTROL_NETs."""
+    """Return the names of all classes of layers and blocks in the networks of what nodes pass on."""
     networks = [getattr(patcher_of(thing), "model", None) for thing in things if thing is not None]
     return {type(part).__name__ for network in networks if network is not None for part in network.modules()}
 
 
 def compiled_model(thing: Any) -> CompiledModel | None:
-    """Return what a MODEL, VAE or CONTROL_NET was compiled as, or None."""
+    """Return what a MODEL, VAE, CLIP or CONTROL_NET was compiled as, or None."""
     return _compiled(patcher_of(thing))
 
 

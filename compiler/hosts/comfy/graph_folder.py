@@ -13,7 +13,7 @@ from pathlib import Path
 import folder_paths
 
 from ...common.errors import printable
-from ...common.files import open_regular, write_whole
+from ...common.files import create_whole, open_regular
 from ...common.words import Words, join, say
 from ...identity.graph_spec import CompiledGraph
 from ...storage.graph_file import (
@@ -63,10 +63,17 @@ def listed_files() -> list[str]:
 def write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     """Write a graph file and return what was written. Raises GraphFileError if that cannot be done.
 
-    Any thread may call this: one at a time takes the next number for the name.
+    Graphs that somebody else signed are left out. This machine's signature would outlast the owner's trust in them, and
+    a prompt can ask for it.
+
+    Any thread may call this. They take turns, so that none writes graphs again that another has just written.
     """
+    own = [graph for graph in graphs if not graph.is_foreign]
+    others = _left_out(len(graphs) - len(own))
+    if not own:
+        raise GraphFileError(others)
     with _WRITING:
-        return _write(graphs, filename_prefix)
+        return join([_write(own, filename_prefix), others], ". ")
 
 
 def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
@@ -74,13 +81,11 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     name = filename_prefix
     try:
         os.makedirs(folder, exist_ok=True)
-        place, stem, counter = _place(filename_prefix, folder)
-        path, newest = (Path(place, f"{stem}_{number:05}_{SUFFIX}") for number in (counter, counter - 1))
+        newest = _numbered(*_place(filename_prefix, folder), -1)
         if _holds(newest, graphs):
-            return say("{count} graphs are in {name} already", count=len(graphs), name=newest.name)
-        name = path.name
+            return _in_file(newest.name, len(graphs))
         data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
-        write_whole(path, data)
+        name = _create(filename_prefix, folder, data)
     except UnusableKey as error:
         raise GraphFileError(say("{name} could not be written: {error}.", name=name, error=error)) from None
     except OSError as error:
@@ -91,7 +96,37 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
                 error=error.strerror or error,
             )
         ) from None
-    return say("{count} graphs saved to {name}, {size:.1f} MB", count=len(graphs), name=name, size=len(data) / 1e6)
+    size = len(data) / 1e6
+    if len(graphs) == 1:
+        return say("1 graph saved to {name}, {size:.1f} MB", name=name, size=size)
+    return say("{count} graphs saved to {name}, {size:.1f} MB", count=len(graphs), name=name, size=size)
+
+
+def _left_out(count: int) -> Words | str:
+    if count == 1:
+        return say("1 graph that somebody else signed is left out")
+    return say("{count} graphs that somebody else signed are left out", count=count) if count else ""
+
+
+def _in_file(name: str, count: int) -> Words:
+    if count == 1:
+        return say("1 graph is in {name} already", name=name)
+    return say("{count} graphs are in {name} already", count=count, name=name)
+
+
+def _create(filename_prefix: str, folder: str, data: bytes) -> str:
+    """Write a file under the next number and return its name. Servers that share the folder each get their own."""
+    while True:
+        path = _numbered(*_place(filename_prefix, folder))
+        try:
+            create_whole(path, data)
+        except FileExistsError:  # another server has taken this number
+            continue
+        return path.name
+
+
+def _numbered(place: str, stem: str, counter: int, step: int = 0) -> Path:
+    return Path(place, f"{stem}_{counter + step:05}_{SUFFIX}")
 
 
 def _place(filename_prefix: str, folder: str) -> tuple[str, str, int]:
@@ -109,7 +144,7 @@ def _place(filename_prefix: str, folder: str) -> tuple[str, str, int]:
     except Exception:  # ComfyUI raises one for names that lead elsewhere
         sentence = say("'{name}' is outside of the folder of graphs: choose another name.", name=filename_prefix)
         raise GraphFileError(sentence) from None
-    while Path(place, f"{stem}_{counter:05}_{SUFFIX}").exists():
+    while _numbered(place, stem, counter).exists():
         counter += 1
     return place, stem, counter
 

@@ -49,8 +49,12 @@ class PromptCall:
     def repeat(self, network: nn.Module, method: str, args: tuple, kwargs: Mapping[str, Any]) -> ModelCall:
         """Return what makes a running call again at other sizes."""
         tokens, *_ = (*args, *kwargs.values())
-        fixed = _fixed_lengths(self.clip.tokenize(LONG_TEXT))
-        return lambda weightless, sizes: _encode(weightless, tokens, sizes, fixed)
+
+        def again(weightless: nn.Module, sizes: Sizes) -> None:
+            # Within this call, since a tokenizer may refuse the text: the prompt goes on, uncompiled.
+            _encode(weightless, tokens, sizes, _fixed_lengths(self.clip.tokenize(LONG_TEXT)))
+
+        return again
 
 
 def is_of_other_sense(path: str) -> bool:

@@ -114,7 +114,8 @@ class Server:
                 if (status := entry.get("status") or {}).get("status_str") == "error":
                     raise Refused(_node_error(status.get("messages", ())))
                 return entry
-            if not self._is_in(prompt, "queue_running", "queue_pending") and prompt not in self._get(f"/history/{prompt}"):
+            is_queued = self._is_in(prompt, "queue_running", "queue_pending")
+            if not is_queued and prompt not in self._get(f"/history/{prompt}"):
                 raise Lost("it no longer knows the workflow that it was given")
             time.sleep(POLL)
         self._cancel(prompt)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from compiled_graphs.compiler.common.files import (
     PARTIAL_AGE,
     SAVED,
     STORE,
+    create_whole,
     is_partial,
     open_regular,
     read_bounded,
@@ -92,3 +94,27 @@ def test_pipe_or_folder_is_not_opened(tmp_path):
             with pytest.raises(OSError, match="not a file"):
                 open_regular(path)
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_mask_says_who_may_read_what_is_no_secret(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        write_whole(tmp_path / "graph", b"data")
+        create_whole(tmp_path / "file", b"data")
+        create_whole(tmp_path / "key", b"secret", is_private=True)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"graph": mode, "file": mode, "key": 0o600}
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_first_one_creates_a_file(has_links, tmp_path, monkeypatch):
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(PermissionError("exFAT")))
+    create_whole(tmp_path / "file", b"first")
+    with pytest.raises(FileExistsError):
+        create_whole(tmp_path / "file", b"second")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"first")]

@@ -269,6 +269,23 @@ def test_weights_that_are_streamed(load, registry, request):
         assert vbar.pinned == 0
 
 
+def test_a_tokenizer_that_refuses_long_texts_fails_no_prompt(load, registry, monkeypatch):
+    clip, plain = load("Z-Image"), load("Z-Image")
+    tokenize = type(clip.tokenizer).tokenize_with_weights
+
+    def strict(self, text, *args, **options):
+        if len(text) > 1000:
+            raise ValueError("more than 77 tokens")
+        return tokenize(self, text, *args, **options)
+
+    monkeypatch.setattr(type(clip.tokenizer), "tokenize_with_weights", strict)
+    ours, told = speed_up(clip)
+    assert told == "Compiled when the model first runs: 1 block type."
+    assert_same(encode(ours, "a cat"), encode(plain, "a cat"))
+    reasons = {reason.code for reason in host.compiled_model(ours).counters.eager_calls}
+    assert reasons == {ReasonCode.SIZES_UNCLEAR}
+
+
 def test_graphs_of_a_file_serve_it_without_compiling(load, registry, monkeypatch):
     clip = load("Z-Image")
     stored = [StoredGraph.of(graph) for graph in host.graphs_in_use(host.patcher_of(speed_up(clip)[0]))]

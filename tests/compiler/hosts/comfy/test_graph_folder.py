@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import folder_paths
 import pytest
 from compiled_graphs.compiler.hosts.comfy import graph_folder
 from compiled_graphs.compiler.identity.graph_spec import CompiledGraph, GraphSpec
-from compiled_graphs.compiler.storage.graph_file import GraphFileError
+from compiled_graphs.compiler.storage.graph_file import GraphFileError, read_graphs
+from compiled_graphs.compiler.storage.trust import Trust
 
 SPEC = GraphSpec(
     region="Block", device="cpu", weights=(), inputs=(), guards=(), mutated=(), outputs=(True,), tree="[1, {}]"
@@ -59,3 +62,44 @@ def test_a_prefix_that_leads_out_is_refused(tmp_path, monkeypatch, prefix):
     with pytest.raises(GraphFileError, match="outside of the folder of graphs"):
         graph_folder.write([graph(0)], prefix)
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_two_servers_that_share_the_folder_each_get_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_paths, "get_folder_paths", lambda name: [str(tmp_path)])
+    write_graphs, other = graph_folder.write_graphs, tmp_path / "sdxl_00001_.graph.safetensors"
+
+    def while_another_writes(*args):
+        other.write_bytes(b"another server's")
+        return write_graphs(*args)
+
+    monkeypatch.setattr(graph_folder, "write_graphs", while_another_writes)
+    assert "sdxl_00002_" in graph_folder.write([graph(0)], "sdxl")
+    assert other.read_bytes() == b"another server's"
+
+
+def test_between_the_choice_of_a_number_and_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_paths, "get_folder_paths", lambda name: [str(tmp_path)])
+    create, other = graph_folder.create_whole, tmp_path / "sdxl_00001_.graph.safetensors"
+
+    def late(path, data):
+        if not other.exists():
+            other.write_bytes(b"another server's")
+        create(path, data)
+
+    monkeypatch.setattr(graph_folder, "create_whole", late)
+    assert graph_folder.write([graph(0)], "sdxl").startswith("1 graph saved to sdxl_00002_")
+    assert other.read_bytes() == b"another server's"
+
+
+def test_graphs_that_somebody_else_signed_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_paths, "get_folder_paths", lambda name: [str(tmp_path)])
+    foreign = replace(graph(1), is_foreign=True)
+    text = graph_folder.write([graph(0), foreign], "sdxl")
+    assert re.fullmatch(
+        r"1 graph saved to sdxl_00001_\S+, \d\.\d MB\. 1 graph that somebody else signed is left out", text
+    )
+    (path,) = tmp_path.iterdir()
+    with path.open("rb") as file:
+        assert [stored.key for stored in read_graphs(file, Trust())] == [graph(0).key]
+    with pytest.raises(GraphFileError, match="1 graph that somebody else signed is left out"):
+        graph_folder.write([foreign], "sdxl")
