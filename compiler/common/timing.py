@@ -122,6 +122,8 @@ class CallTime:
     seconds: float
     """The median."""
     calls: int
+    brings_weights: bool = False
+    """Whether these calls had weights brought to the device, which can take longer than all they compute."""
 
 
 @dataclass
@@ -144,7 +146,7 @@ class LatencyTracker:
     """
 
     def __init__(self) -> None:
-        self._sizes: OrderedDict[tuple[str, tuple[int, ...]], _Size] = OrderedDict()
+        self._sizes: OrderedDict[tuple[str, tuple[int, ...], bool], _Size] = OrderedDict()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -155,10 +157,11 @@ class LatencyTracker:
         kwargs: Mapping[str, Any],
         is_left_out: Callable[[], bool] = lambda: False,
         device: torch.device | None = None,
+        brings_weights: bool = False,
     ) -> Iterator[None]:
         """Time the call inside the block, unless `is_left_out` says at the end that others of its size are not like it.
 
-        `device` is where a call without tensors does its work.
+        `device` is where a call without tensors does its work. Calls that bring weights have figures of their own.
         """
         first = next(_tensors_in((*args, *kwargs.values())), None)
         device = device if first is None else first.device
@@ -172,7 +175,7 @@ class LatencyTracker:
         if end is None or is_left_out():
             return
         with self._lock:
-            size = self._size(method, shape)
+            size = self._size(method, shape, brings_weights)
             if isinstance(start, float):
                 size.seconds.append(end - start)
             else:
@@ -183,14 +186,14 @@ class LatencyTracker:
         """Return the figures of each size, the one called last at the end."""
         with self._lock:
             return [
-                CallTime(method, shape, statistics.median(size.seconds), len(size.seconds))
-                for (method, shape), size in self._sizes.items()
+                CallTime(method, shape, statistics.median(size.seconds), len(size.seconds), brings_weights)
+                for (method, shape, brings_weights), size in self._sizes.items()
                 if size.seconds
             ]
 
-    def _size(self, method: str, shape: tuple[int, ...]) -> _Size:
-        size = self._sizes.setdefault((method, shape), _Size())
-        self._sizes.move_to_end((method, shape))
+    def _size(self, *key: Any) -> _Size:
+        size = self._sizes.setdefault(key, _Size())
+        self._sizes.move_to_end(key)
         while len(self._sizes) > MAX_SIZES:
             self._sizes.popitem(last=False)
         return size

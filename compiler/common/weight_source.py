@@ -66,6 +66,11 @@ class NetworkWeights(Protocol):
         ...
 
     @property
+    def are_there(self) -> bool:
+        """Whether a call finds all weights on the device, as far as can be said without bringing any."""
+        ...
+
+    @property
     def places(self) -> object | None:
         """A token for the addresses of all weights in the running call: an equal token means equal addresses.
 
@@ -93,6 +98,7 @@ class ResidentWeights:
     """A network whose modules hold its weights."""
 
     places = RESIDENT
+    are_there = True
 
     def of(self, region: nn.Module) -> ResidentSource:
         """Return the source of one region's weights."""

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from ..common.reason import Reason, ReasonCode
-from ..common.timing import call_size
+from ..common.timing import LatencyTracker, call_size
 from ..common.torch_compat import pytree
 from ..tracing.shape_discovery import ModelCall
 from ..tracing.side_effects import turns
@@ -101,7 +102,7 @@ class NetworkWrapper:
         with entered(call):
             self.on_call()
             untypical = partial(self._is_untypical, call, kwargs)
-            timed = self.compiled.pace.timed(self.method, args, kwargs, untypical, self.device)
+            timed = self._timed(self.compiled.pace, args, kwargs, untypical)
             with turns.shared():  # what is compared is not what a trace on another thread has put in its place
                 is_watched = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
@@ -117,9 +118,16 @@ class NetworkWrapper:
         self.compiled.counters.add_eager(worth.reason)
         with (
             turns.shared(),
-            worth.pace.timed(self.method, args, kwargs, lambda: not self._is_comparable(kwargs), self.device),
+            self._timed(worth.pace, args, kwargs, lambda: not self._is_comparable(kwargs)),
         ):
             return self._call_network(*args, **kwargs)
+
+    def _timed(
+        self, pace: LatencyTracker, args: tuple, kwargs: Mapping[str, Any], is_left_out: Callable[[], bool]
+    ) -> AbstractContextManager[None]:
+        # A network that is called once a prompt has its weights brought for one call and not for the next.
+        brings_weights = isinstance(self.sampling, EachCall) and not self.compiled.weights.are_there
+        return pace.timed(self.method, args, kwargs, is_left_out, self.device, brings_weights)
 
     def _decide_alone(self, worth: Worth) -> None:
         """Decide how a call that belongs to no sampling is made, by the calls before it."""

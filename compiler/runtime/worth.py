@@ -65,8 +65,8 @@ class Worth:
         self.factor: float | None = None
         """What compiled calls gain over uncompiled ones of their size, as measured; None before a decision."""
         self._state = _State.UNDOUBTED
-        self._compiled: dict[tuple[int, ...], float] = {}
-        """The seconds of compiled calls, by size."""
+        self._compiled: dict[tuple, float] = {}
+        """The seconds of compiled calls, by what makes calls alike."""
         self._samplings = 0
         self._enough_calls = enough_calls
         self._most_samplings = most_samplings
@@ -103,13 +103,14 @@ class Worth:
 
     def _compare(self) -> None:
         plain = self._by_size(self.pace.figures())
-        both = {shape: seconds for shape, seconds in plain.items() if shape in self._compiled}
+        both = {kind: seconds for kind, seconds in plain.items() if kind in self._compiled}
         if both:
-            shape, seconds = both.popitem()  # the size that was called last
-            self.factor = seconds / self._compiled[shape]
+            kind, seconds = both.popitem()  # the size that was called last
+            self.factor = seconds / self._compiled[kind]
             self._state = _State.LEFT if self.factor < MARGIN else _State.KEPT
         elif self._samplings >= self._most_samplings:
             self._state = _State.KEPT
 
-    def _by_size(self, figures: Iterable[CallTime]) -> dict[tuple[int, ...], float]:
-        return {figure.shape: figure.seconds for figure in figures if figure.calls >= self._enough_calls}
+    def _by_size(self, figures: Iterable[CallTime]) -> dict[tuple, float]:
+        enough = (figure for figure in figures if figure.calls >= self._enough_calls)
+        return {(figure.shape, figure.brings_weights): figure.seconds for figure in enough}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
+from compiled_graphs.compiler.common.timing import LatencyTracker
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import (
     MOST_OVERFLOWS,
@@ -336,6 +337,21 @@ def test_a_call_of_no_sampling_is_decided_by_those_before_it_and_told_once():
         network(torch.ones(1))
     assert entrance.worth.told == [0.5, 0.5]
     assert told == [0.8]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_call_that_has_its_weights_brought_is_timed_apart(is_plain):
+    network = Pair()
+    entrance = enter(network)
+    entrance.worth = FixedWorth(is_plain=is_plain)
+    entrance.worth.end_sampling = lambda gain, figures: None
+    entrance.worth.pace = entrance.compiled.pace = LatencyTracker()
+    entrance.compiled.gain = lambda: None
+    for are_there in (False, True, True):
+        entrance.compiled.weights.are_there = are_there
+        network(torch.ones(1))
+    figures = entrance.compiled.pace.figures()
+    assert [(figure.brings_weights, figure.calls) for figure in figures] == [(True, 1), (False, 2)]
 
 
 def test_a_call_that_is_made_uncompiled_is_the_networks_own():

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.common.timing import CallTime, Gain
-from compiled_graphs.compiler.runtime.worth import DOUBTED, ENOUGH_ALONE, ENOUGH_CALLS, MARGIN, MOST_SAMPLINGS, Worth
+from compiled_graphs.compiler.runtime.worth import (
+    DOUBTED,
+    ENOUGH_ALONE,
+    ENOUGH_CALLS,
+    MARGIN,
+    MOST_ALONE,
+    MOST_SAMPLINGS,
+    Worth,
+)
 
 SMALL, LARGE = (1, 4, 8, 8), (1, 4, 16, 16)
 SLOWER, FASTER = Gain(0.9, True), Gain(DOUBTED + 0.01, True)
@@ -15,6 +24,10 @@ SLOWER, FASTER = Gain(0.9, True), Gain(DOUBTED + 0.01, True)
 
 def figure(seconds, shape=SMALL, calls=ENOUGH_CALLS):
     return CallTime("forward", shape, seconds, calls)
+
+
+def brought(seconds):
+    return replace(figure(seconds, calls=ENOUGH_ALONE), brings_weights=True)
 
 
 class Fed:
@@ -128,3 +141,17 @@ def test_a_search_without_end_ends_compiled():
         after(worth, figure(0.1, LARGE))
     assert (worth.is_plain, worth.is_left, worth.factor) == (False, False, None)
     assert not after(worth, figure(0.1)).is_plain
+
+
+def test_calls_that_bring_weights_are_compared_with_such_calls_alone():
+    """A text encoder brings its weights for the first prompt, and has them for the second: copies take the most."""
+    worth = Worth.of_encoder()
+    worth.end_sampling(FASTER, [brought(0.42), figure(0.02, calls=ENOUGH_ALONE)])
+    after(worth, figure(0.07, calls=ENOUGH_ALONE))
+    assert (worth.is_left, worth.factor) == (False, pytest.approx(3.5))
+    worth = Worth.of_encoder()
+    worth.end_sampling(FASTER, [brought(0.42)])
+    for _ in range(MOST_ALONE):
+        assert worth.is_plain
+        after(worth, figure(0.07, calls=ENOUGH_ALONE))
+    assert (worth.is_plain, worth.is_left, worth.factor) == (False, False, None)

@@ -50,6 +50,7 @@ from .vbar_places import (
     is_evicted_soon,
     is_resident,
     is_same,
+    resident,
     resident_bytes,
     span_of,
     unpin,
@@ -157,6 +158,12 @@ class StreamedWeights:
     def is_held(self) -> bool:
         """Whether all streamed weights are on the device, and stay there during this call."""
         return self._running > 0
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the pages of all weights that calls have asked for so far are in the GPU's memory."""
+        asked = [each[PLACE] for each in self._attributes if each.get(SIGNATURE) is not None]
+        return not self._attributes or (bool(asked) and all(resident(asked)))
 
     @property
     def places(self) -> object | None:

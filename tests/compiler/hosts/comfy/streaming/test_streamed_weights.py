@@ -112,6 +112,19 @@ def test_one_fault_holds_all_weights_of_a_call(model, sample, registry, vbar):
     assert vbar.faults - before == 4
 
 
+def test_whether_weights_are_there_is_asked_without_bringing_any(model, sample, registry, vbar):
+    ours = compiled(model, verify=False)
+    weights = ours.object_patches["diffusion_model.forward"].compiled.weights
+    seen = []
+    for share in (0.0, 0.1, 1.0):
+        sample(ours, "tiny_sd15")
+        vbar.evict(share)
+        faults = vbar.faults
+        seen.append(weights.are_there)
+        assert vbar.faults == faults
+    assert seen == [True, False, False]
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_evicted_weights_come_back(share, model, plain, sample, registry, vbar):
     ours = compiled(model)
