@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.backends import NAMES
 from ..web_server import events
 from . import inputs
+from .node_text import NodeText
 
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
@@ -46,16 +48,20 @@ class CompileNode(ABC):
         unique_id: str = "",
         prompt: dict | None = None,
         extra_pnginfo: dict | None = None,
+        shown: NodeText | None = None,
         **own: Any,
     ) -> dict[str, Any]:
-        """Return the object with compiled blocks, and the text the node shows. `own` are the socket and own widgets."""
+        """Return the object with compiled blocks, and the text the node shows. `own` are the socket and own widgets.
+
+        `shown` is the text of a node that does more than this.
+        """
         from ..compiler.hosts.comfy.process import warm_up
 
         warm_up(backend)  # Where no server says when a prompt is queued, the warm-up begins here at the latest.
-        request = events.request(backend, verify, unique_id, prompt, extra_pnginfo)
+        tell = partial((shown or NodeText(unique_id)).show, self.SOCKET[0])
+        request = events.request(backend, verify, unique_id, prompt, extra_pnginfo, tell)
         compiled, text = self.compile_with(request, **own)
-        events.show(unique_id, text)
-        return {"ui": {"text": [text]}, "result": (compiled,)}
+        return {"ui": {"text": [tell(text)]}, "result": (compiled,)}
 
     @abstractmethod
     def compile_with(self, request: Request, **own: Any) -> tuple[Any, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..compiler.common.words import join
-from ..web_server import events
+from .node_text import NodeText
 
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy.deep_cache import Settings
@@ -50,8 +50,7 @@ class DeepCache:
 
     def cache(self, model: Any, unique_id: str = "", **steps: int) -> dict[str, Any]:
         """Return the clone, and the text the node shows."""
-        cached, text = with_deep_cache(model, settings(**steps), unique_id)
-        events.show(unique_id, text)
+        cached, text = with_deep_cache(model, settings(**steps), NodeText(unique_id))
         return {"ui": {"text": [text]}, "result": (cached,)}
 
 
@@ -64,12 +63,10 @@ def settings(
     return Settings(cache_interval, cache_layer_id, cache_block_id, start_step, end_step)
 
 
-def with_deep_cache(model: Any, wanted: Settings, unique_id: str, above: str = "") -> tuple[Any, str]:
-    """Return a clone with shallow steps, and what its node shows. After each sampling it shows what that did.
-
-    `above` is the text above that, each time.
-    """
+def with_deep_cache(model: Any, wanted: Settings, shown: NodeText) -> tuple[Any, str]:
+    """Return a clone with shallow steps, and what its node shows. After each sampling it shows what that did."""
     from ..compiler.hosts.comfy.deep_cache import use_deep_cache
 
-    cached, text = use_deep_cache(model, wanted, lambda done: events.show(unique_id, join([above, done])))
-    return cached, join([above, text])
+    tell = partial(shown.show, "deep_cache")
+    cached, text = use_deep_cache(model, wanted, tell)
+    return cached, tell(text)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..compiler.backends import NAMES
+from ..compiler.backends import NAMES as BACKENDS
 from ..compiler.common.words import join, say
 from ..compiler.hosts.comfy import graph_folder
 from ..compiler.identity.graph_spec import CompiledGraph
 from ..compiler.storage.graph_file import SUFFIX, GraphFileError
 from ..web_server import events
 from . import inputs
+from .node_text import NAMES, NodeText
 
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
@@ -141,7 +142,7 @@ class LoadGraph:
         }
 
     @classmethod
-    def VALIDATE_INPUTS(cls, graph: str, backend: str = NAMES[0]) -> bool | str:  # noqa: N802  ComfyUI's name
+    def VALIDATE_INPUTS(cls, graph: str, backend: str = BACKENDS[0]) -> bool | str:  # noqa: N802  ComfyUI's name
         """Accept any name of a file: a workflow shared without it still runs, compiled."""
         return inputs.check_backend(backend)
 
@@ -156,7 +157,7 @@ class LoadGraph:
         graph: str,
         model: Any = None,
         vae: Any = None,
-        backend: str = NAMES[0],
+        backend: str = BACKENDS[0],
         control_net: Any = None,
         cuda_graphs: bool = True,
         clip: Any = None,
@@ -186,41 +187,26 @@ class LoadGraph:
             "clip": compile_clip,
         }
         found = graph_folder.read(graph, block_classes(*things.values()), digest, where)
-        shown = _Lines(found.problem)
-        common = replace(
-            events.request(backend, True, unique_id, prompt, extra_pnginfo),
-            graphs=found.graphs,
-            listed=found.listed,
-            left=found.left,
-            source=graph_folder.label(graph) if found.graphs else "",
-            capture=cuda_graphs,
-        )
+        shown = NodeText(unique_id, NAMES)
+        shown.put("file", found.problem)
 
-        def request(name: str) -> Request:
-            return replace(common, on_change=lambda text: events.show(unique_id, shown.put(name, text)))
+        def request(part: str) -> Request:
+            tell = partial(shown.show, part)
+            return replace(
+                events.request(backend, True, unique_id, prompt, extra_pnginfo, tell),
+                graphs=found.graphs,
+                listed=found.listed,
+                left=found.left,
+                source=graph_folder.label(graph) if found.graphs else "",
+                capture=cuda_graphs,
+            )
 
         connected = [name for name, thing in things.items() if thing is not None]
         for name in connected:
             things[name], text = compilers[name](things[name], request(name))
             shown.put(name, text)
-        text = shown.put("none", "" if connected else NOTHING_CONNECTED)
-        events.show(unique_id, text)
+        text = shown.show("none", "" if connected else NOTHING_CONNECTED)
         return {"ui": {"text": [text]}, "result": tuple(things.values())}
-
-
-class _Lines:
-    """What Load Graph shows: a part about the file, and one for each object, which may change later."""
-
-    _NAMES = {"vae": "VAE", "control_net": "ControlNet", "clip": "CLIP"}
-
-    def __init__(self, problem: str) -> None:
-        self._parts = {"file": problem}
-
-    def put(self, name: str, text: str) -> str:
-        """Say something else in one part, and return the whole text."""
-        called = self._NAMES.get(name)
-        self._parts[name] = say("{name}: {text}", name=called, text=text) if called else text
-        return join(self._parts.values())
 
 
 def _graphs_of(thing: Any, compile_thing: Callable[[Any], tuple[Any, str]]) -> tuple[list[CompiledGraph], list[str]]:

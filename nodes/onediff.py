@@ -15,14 +15,25 @@ import folder_paths
 from ..compiler.common.words import join, say
 from ..compiler.hosts.comfy.graph_folder import choices
 from ..compiler.storage.graph_file import SUFFIX
-from ..web_server import events
 from . import inputs, onediff_checks, onediff_prompt, onediff_quantised
 from .compile_model import CompileModel
 from .compile_node import CompileNode
 from .control_net_speedup import ControlNetSpeedup as OurControlNetSpeedup
 from .deep_cache import STEPS, settings, with_deep_cache
 from .graph_files import LoadGraph, SaveGraph
-from .onediff_node import INPLACE, SAME, STATIC_MODE, OldNode, apart, checkpoints, ignored, load_checkpoint, with_lines
+from .node_text import NAMES, NodeText
+from .onediff_node import (
+    INPLACE,
+    SAME,
+    STATIC_MODE,
+    OldNode,
+    apart,
+    checkpoints,
+    ignored,
+    load_checkpoint,
+    node_text,
+    with_lines,
+)
 from .vae_speedup import VAESpeedup
 
 NO_BOOSTER = say("Boosters have no effect: Inductor compiles the blocks.")
@@ -41,10 +52,11 @@ class _Speedup(OldNode):
         """Return the object with compiled blocks."""
         hidden, own = apart(given)
         socket, _ = self.NODE.SOCKET
-        answer = self.NODE().compile(**{socket: own[socket]}, **hidden)
+        shown = node_text(hidden)
+        (made,) = self.NODE().compile(**{socket: own[socket]}, **hidden, shown=shown)["result"]
         if self.NODE is CompileModel:
-            return _boosted(answer, hidden, custom_booster)
-        return with_lines(answer, hidden, _booster(custom_booster))
+            made = _with_deep_cache(made, shown, custom_booster)
+        return _answer(made, shown=shown, custom_booster=custom_booster)
 
 
 class ModelSpeedup(_Speedup):
@@ -128,7 +140,10 @@ class ModuleDeepCacheSpeedup(OldNode):
     def run(self, model: Any, static_mode: str = "enable", **widgets: Any) -> dict[str, Any]:
         """Return the compiled clone with shallow steps."""
         hidden, steps = apart(widgets)
-        return _boosted(CompileModel().compile(model=model, **hidden), hidden, [settings(**steps)])
+        shown = node_text(hidden)
+        (model,) = CompileModel().compile(model=model, **hidden, shown=shown)["result"]
+        model, text = with_deep_cache(model, settings(**steps), shown)
+        return {"ui": {"text": [text]}, "result": (model,)}
 
 
 class BatchSizePatcher(OldNode):
@@ -165,14 +180,12 @@ class OneDiffCheckpointLoaderSimple(OldNode):
     ) -> dict[str, Any]:
         """Return the checkpoint's model, compiled, its text encoder, and its VAE, compiled if asked for."""
         model, clip, vae, *_ = load_checkpoint(ckpt_name)
-        answer = CompileModel().compile(model=model, **hidden)
-        (model,) = answer["result"]
-        texts = answer["ui"]["text"]
+        shown = node_text(hidden, NAMES)
+        (model,) = CompileModel().compile(model=model, **hidden, shown=shown)["result"]
         if vae_speedup == "enable":
-            made = VAESpeedup().compile(vae=vae, **hidden)
-            (vae,) = made["result"]
-            texts = [*texts, *(say("{name}: {text}", name="VAE", text=text) for text in made["ui"]["text"])]
-        return _boosted({"ui": {"text": texts}, "result": (model, clip, vae)}, hidden, custom_booster)
+            (vae,) = VAESpeedup().compile(vae=vae, **hidden, shown=shown)["result"]
+        model = _with_deep_cache(model, shown, custom_booster)
+        return _answer(model, clip, vae, shown=shown, custom_booster=custom_booster)
 
 
 class OneDiffDeepCacheCheckpointLoaderSimple(OneDiffCheckpointLoaderSimple):
@@ -208,9 +221,9 @@ class OneDiffControlNetLoader(OldNode):
         import comfy.controlnet
 
         control_net = comfy.controlnet.load_controlnet(folder_paths.get_full_path("controlnet", control_net_name))
-        return with_lines(
-            OurControlNetSpeedup().compile(control_net=control_net, **hidden), hidden, _booster(custom_booster)
-        )
+        shown = node_text(hidden)
+        (control_net,) = OurControlNetSpeedup().compile(control_net=control_net, **hidden, shown=shown)["result"]
+        return _answer(control_net, shown=shown, custom_booster=custom_booster)
 
 
 class _Saver(OldNode):
@@ -417,22 +430,21 @@ def unclaimed() -> list[type[OldNode]]:
     return [node for node in NODES if node.ID not in taken]
 
 
-def _booster(custom_booster: Any) -> list[str]:
-    """Return what boosters say on a node that has no use for them."""
-    if custom_booster is None:
-        return []
-    said = custom_booster if isinstance(custom_booster, list) else [NO_BOOSTER]
-    return [line for line in said if isinstance(line, str)]
+def _with_deep_cache(model: Any, shown: NodeText, custom_booster: Any) -> Any:
+    """Return the model with shallow steps if a booster has settings of them."""
+    wanted = [each for each in _boosters(custom_booster) if not isinstance(each, str)]
+    return with_deep_cache(model, wanted[0], shown)[0] if wanted else model
 
 
-def _boosted(answer: dict[str, Any], hidden: dict[str, Any], custom_booster: Any) -> dict[str, Any]:
-    """Give the model of an answer DeepCache if a booster has its settings. Add what the other boosters say."""
-    boosters = custom_booster if isinstance(custom_booster, list) else []
-    wanted = [each for each in boosters if not isinstance(each, str)]
-    for each in wanted[:1]:
-        model, *rest = answer["result"]
-        node_id, above = hidden.get("unique_id", ""), join(answer["ui"]["text"])
-        model, text = with_deep_cache(model, each, node_id, above)
-        answer = {**answer, "ui": {"text": [text]}, "result": (model, *rest)}
-        events.show(node_id, text)
-    return with_lines(answer, hidden, _booster(custom_booster))
+def _answer(*result: Any, shown: NodeText, custom_booster: Any) -> dict[str, Any]:
+    """Return what a node gives, with what boosters say on its text."""
+    said = join(line for line in _boosters(custom_booster) if isinstance(line, str))
+    text = shown.show("boosters", said) if said else shown.put("boosters", "")
+    return {"ui": {"text": [text]}, "result": result}
+
+
+def _boosters(custom_booster: Any) -> list[Any]:
+    """Return the settings of DeepCache among boosters, and what the others say."""
+    if isinstance(custom_booster, list):
+        return custom_booster
+    return [] if custom_booster is None else [NO_BOOSTER]

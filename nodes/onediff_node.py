@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import folder_paths
@@ -9,6 +10,7 @@ import folder_paths
 from ..compiler.common.words import join
 from ..web_server import events
 from . import inputs
+from .node_text import NodeText
 
 CATEGORY = "compiled graphs/OneDiff workflows"
 SAME = "From OneDiff's workflows. Use {} instead: this does the same."
@@ -87,6 +89,11 @@ def apart(widgets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a node's hidden inputs, and its others."""
     hidden = {name: value for name, value in widgets.items() if name in inputs.HIDDEN}
     return hidden, {name: value for name, value in widgets.items() if name not in hidden}
+
+
+def node_text(hidden: dict[str, Any], names: Mapping[str, str] | None = None) -> NodeText:
+    """Return the text of the node that has these hidden inputs."""
+    return NodeText(hidden.get("unique_id", ""), names)
 
 
 def with_lines(answer: dict[str, Any], hidden: dict[str, Any], lines: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..compiler.common.words import translations
@@ -151,9 +151,17 @@ def prompt_queue() -> Any:
 
 
 def request(
-    backend: str, verify: bool, node_id: str, prompt: Mapping[str, Any] | None, extra_pnginfo: Mapping[str, Any] | None
+    backend: str,
+    verify: bool,
+    node_id: str,
+    prompt: Mapping[str, Any] | None,
+    extra_pnginfo: Mapping[str, Any] | None,
+    tell: Callable[[str, str], Any],
 ) -> Request:
-    """Return the request of a node, which also says where its texts are shown and for which workflow it runs."""
+    """Return the request of a node, which also says for which workflow it runs.
+
+    `tell` shows a text that has changed, in a workflow.
+    """
     from ..compiler.hosts.comfy.request import Request
 
     workflow = RunningWorkflow(workflow_id(prompt, extra_pnginfo))
@@ -162,7 +170,7 @@ def request(
         verify,
         str(node_id),
         workflow,
-        on_change=lambda changed: show(node_id, changed, workflow.last),
+        on_change=lambda changed: tell(changed, workflow.last),
         on_progress=lambda text: progress(node_id, text, workflow.last),
     )
 

@@ -172,6 +172,23 @@ def test_deep_cache_is_that_of_our_own_node(server, workflow, pixels):
     assert abs(whole - ours).max() > 1, "no step was shallow"
 
 
+@pytest.mark.skipif(not SAYS_WHEN, reason="this ComfyUI does not say when a sampling begins")
+def test_what_a_combined_node_says_of_its_parts_stays(server, workflow):
+    prompt = workflow(64, 64, seed=44, steps=9)
+    inputs = {"ckpt_name": prompt["1"]["inputs"]["ckpt_name"], "vae_speedup": "enable", "static_mode": "enable"}
+    steps = {"cache_interval": 3, "cache_layer_id": 0, "cache_block_id": 0, "start_step": 0, "end_step": 1000}
+    prompt["1"] = {"class_type": "OneDiffDeepCacheCheckpointLoaderSimple", "inputs": inputs | steps}
+    del prompt["2"]
+    prompt["6"]["inputs"]["model"] = ["1", 0]
+    first = server.run(prompt)["1"]["text"][0]
+    workflows = server.get("/compiled_graphs/registry")["workflows"]
+    texts = [server.get(f"/compiled_graphs/texts?workflow={each}").get("1") for each in workflows]
+    (last,) = (each["text"] for each in texts if each and "VAE: " in each["text"])
+    for text in (first, last):
+        assert re.match(r"Ready.*\nVAE: Ready.*\nDeepCache: a shallow step", text, re.DOTALL), text
+    assert "steps were shallow" in last
+
+
 @pytest.fixture(scope="module")
 def old_server(server, home, make_home):
     """The server with what the workflow files name besides its checkpoints."""
