@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from .own_threads import Busy, in_own_thread
 from .prompt_server import has_route, prompt_server
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ def register() -> None:
 
     @server.routes.get(DOCTOR)
     async def read_facts(request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(_facts, request.query.get("language", "en")))
+        try:
+            return web.json_response(await in_own_thread(_facts, request.query.get("language", "en")))
+        except Busy as reason:
+            raise web.HTTPServiceUnavailable(text=str(reason)) from None
 
 
 def _facts(language: str) -> list[dict[str, str | bool]]:

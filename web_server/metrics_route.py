@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
+from .own_threads import Busy, in_own_thread
 from .prompt_server import has_route, prompt_server
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ def register() -> None:
     async def read_metrics(request: web.Request) -> web.Response:
         from ..compiler.registry.metrics import CONTENT_TYPE
 
-        text = await asyncio.to_thread(_text)
+        try:
+            text = await in_own_thread(_text)
+        except Busy as reason:
+            raise web.HTTPServiceUnavailable(text=str(reason)) from None
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -1,11 +1,10 @@
 """What the extension answers over HTTP: the registry, and what the panel's buttons do with it.
 
-A request that takes longer than a moment is served on a thread, so that ComfyUI goes on answering.
+A request that takes longer than a moment is served on a thread of its own, so that ComfyUI goes on answering.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from ..compiler.common.words import say, translations
 from ..compiler.hosts.comfy import graph_folder
 from ..compiler.storage.graph_file import GraphFileError
 from .events import prompt_queue, texts
+from .own_threads import Busy, in_own_thread
 from .prompt_server import has_route, prompt_server
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def register() -> bool:
     @server.routes.get(REGISTRY)
     async def read_registry(request: web.Request) -> web.Response:
         language = request.query.get("language", "en")
-        return web.json_response(await asyncio.to_thread(_report, language))
+        try:
+            return web.json_response(await in_own_thread(_report, language))
+        except Busy as reason:
+            raise web.HTTPServiceUnavailable(text=str(reason)) from None
 
     @server.routes.get(TEXTS)
     async def read_texts(request: web.Request) -> web.Response:
@@ -95,7 +98,10 @@ async def _answer(request: web.Request, serve: Callable[[Any], str]) -> web.Resp
         # A page of another site can make a browser post a form here, but no JSON.
         if request.content_type != "application/json":
             raise Refused(400, "The request is not JSON: its content type is to be application/json.")
-        text = await asyncio.to_thread(serve, _parse(await _body(request)))
+        text = await in_own_thread(serve, _parse(await _body(request)))
+    except Busy as reason:
+        told = {"error": str(reason), "translations": translations(reason.args[0])}
+        return web.json_response(told, status=503)
     except Refused as reason:
         told = {"error": reason.sentence, "translations": translations(reason.sentence)}
         return web.json_response(told, status=reason.status)
