@@ -30,7 +30,14 @@ from .baking import command as bake_command
 from .compiler.common.errors import printable
 from .compiler.common.files import open_regular
 from .compiler.hosts.comfy.settings import store_limit
-from .compiler.storage.graph_file import SUFFIX, GraphFileError, UntrustedFile, read_manifest, read_signature
+from .compiler.storage.graph_file import (
+    SUFFIX,
+    GraphFileError,
+    OtherFormat,
+    UntrustedFile,
+    read_manifest,
+    read_signature,
+)
 from .compiler.storage.signers import FINGERPRINT, MAX_NAME, Signer
 from .compiler.storage.signers import fingerprint as fingerprint_of
 from .compiler.storage.store import FolderStore, StoreEntry, StoreError, UrlStore, gigabytes, open_store
@@ -278,20 +285,16 @@ def _store(options: argparse.Namespace) -> int:
 
 
 def _open(place: str | None) -> FolderStore | UrlStore:
-    place = place or os.environ.get("COMPILED_GRAPHS_STORE")
+    if place := place or os.environ.get("COMPILED_GRAPHS_STORE"):
+        store = open_store(place)
+        if isinstance(store, FolderStore) and not store.folder.is_dir():
+            raise StoreError(f"The store {place} does not exist, or it is not a folder.")
+        return store
     user_folder = Path(__file__).absolute().parent.parent.parent / "user"
-    if not place:
-        folder = user_folder / "compiled_graphs"
-        if not folder.is_dir():
-            raise StoreError("Where are the graphs? Name the folder or URL with --store PLACE.")
-        place = str(folder)
-    store = open_store(place)
-    if isinstance(store, FolderStore) and not store.folder.is_dir():
-        raise StoreError(f"The store {place} does not exist, or it is not a folder.")
-    limit = store_limit(user_folder)
-    if limit is not None:
-        store.limit = limit
-    return store
+    folder = user_folder / "compiled_graphs"
+    if not folder.is_dir():
+        raise StoreError("Where are the graphs? Name the folder or URL with --store PLACE.")
+    return FolderStore(folder, limit=store_limit(user_folder))
 
 
 def _list(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
@@ -306,7 +309,7 @@ def _verify(store: FolderStore | UrlStore, entries: list[StoreEntry], options: a
     for entry in entries:
         if error := _fault(store, entry):
             _say(f"{entry.name}: {error}")
-            bad += 1
+            bad += not isinstance(error, OtherFormat)
     _say(f"{_amount(entries)} in {store.place}; {bad} bad")
     return 1 if bad else 0
 
@@ -314,10 +317,11 @@ def _verify(store: FolderStore | UrlStore, entries: list[StoreEntry], options: a
 def _prune(store: FolderStore | UrlStore, entries: list[StoreEntry], options: argparse.Namespace) -> int:
     for entry in entries:
         error = _fault(store, entry)
-        if isinstance(error, GraphFileError) and not isinstance(error, UntrustedFile) and store.remove(entry.name):
+        is_damaged = isinstance(error, GraphFileError) and not isinstance(error, UntrustedFile | OtherFormat)
+        if is_damaged and store.remove(entry.name):
             _say(f"removed {entry.name}: {error}")
     for entry in store.sweep():
-        _say(f"removed {entry.name}: a partial file")
+        _say(f"removed {entry.name}: left by a process that ended")
     for entry in store.shrink(store.limit if options.limit is None else options.limit):
         _say(f"removed {entry.name}: last used {_date(entry)}")
     _say(f"{_amount(store.entries())} left in {store.place}")

@@ -53,14 +53,7 @@ def run(options: argparse.Namespace, say: Say) -> int:
 
 def write_from_store(target: Path, place: str, keys: Collection[str], say: Say) -> int:
     """Put these graphs of a store into a bundle. Return how many are missing."""
-    store = open_store(place)
-    graphs, missing = [], 0
-    for key in sorted(keys):
-        try:
-            graphs.append(store.read_graph(f"{key}{SUFFIX}"))
-        except (OSError, GraphFileError) as error:
-            say(f"  not in the bundle: {key[:16]}: {error}")
-            missing += 1
+    graphs, missing = _read_from(open_store(place), [f"{key}{SUFFIX}" for key in sorted(keys)], say)
     try:
         _write(_named(target), graphs, "", say)
     except (GraphFileError, UnusableKey, OSError) as error:
@@ -92,15 +85,32 @@ def add_to_store(
 
 
 def _make(options: argparse.Namespace, say: Say) -> int:
-    graphs: list[StoredGraph] = []
+    graphs, missing = [], 0
     for path in options.files:
-        with open_regular(path) as file:
-            graphs += read_graphs(file, Trust())
+        try:
+            with open_regular(path) as file:
+                graphs += read_graphs(file, Trust())
+        except (OSError, GraphFileError) as error:
+            say(f"{path.name}: {error}")
+            missing += 1
     if options.store:
         store = open_store(options.store)
-        graphs += [store.read_graph(entry.name) for entry in store.entries()]
+        found, absent = _read_from(store, [entry.name for entry in store.entries()], say)
+        graphs, missing = [*graphs, *found], missing + absent
     _write(_named(options.target), graphs, options.where, say)
-    return 0
+    return 1 if missing else 0
+
+
+def _read_from(store: FolderStore | UrlStore, names: Iterable[str], say: Say) -> tuple[list[StoredGraph], int]:
+    """Return the graphs of a store's files, and how many of them cannot be read. Each of those is named."""
+    graphs, missing = [], 0
+    for name in names:
+        try:
+            graphs.append(store.read_graph(name))
+        except (OSError, GraphFileError) as error:
+            say(f"  not in the bundle: {name[:16]}: {error}")
+            missing += 1
+    return graphs, missing
 
 
 def _named(path: Path) -> Path:

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from compiled_graphs.__main__ import main
 from compiled_graphs.compiler.backends import BACKENDS
 from compiled_graphs.compiler.identity.graph_spec import GraphSpec
 from compiled_graphs.compiler.registry import doctor
+from compiled_graphs.compiler.storage import graph_file
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, UntrustedFile, read_graphs, write_graphs
 from compiled_graphs.compiler.storage.store import FolderStore
 from compiled_graphs.compiler.storage.trust import Trust
@@ -304,12 +306,27 @@ def test_prune_leaves_what_comfyuis_settings_allow(store, tmp_path, monkeypatch,
     settings = tmp_path / "ComfyUI" / "user" / "default" / "comfy.settings.json"
     settings.parent.mkdir(parents=True)
     settings.write_text('{"CompiledGraphs.StoreLimit": 0.003}')
+    assert main(["store", "prune"]) == 0
+    assert names(store) == "ab"  # a place that has been named is not the dialog's
+    monkeypatch.delenv("COMPILED_GRAPHS_STORE")
+    shutil.copytree(store.folder, default := settings.parents[1] / "compiled_graphs")
+    store = FolderStore(default)
     assert main(["store", "list"]) == 0
     assert " of 3.0 MB in " in capsys.readouterr().out
     assert main(["store", "prune", "--limit", "0.005"]) == 0
     assert names(store) == "ab"
     assert main(["store", "prune"]) == 0
     assert names(store) == "b"
+
+
+def test_graphs_of_another_version_are_not_damaged(store, capsys):
+    with pytest.MonkeyPatch.context() as newer:
+        newer.setattr(graph_file, "FORMAT", graph_file.FORMAT + 1)
+        path_of(store, "c").write_bytes(graph_file.write_graphs([graph("c" * 64)], Trust()))
+    assert main(["store", "verify"]) == 0
+    assert main(["store", "prune"]) == 0
+    assert names(store) == "abc"
+    assert "and this version reads" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit", ["much", "-1", "nan"])

@@ -15,6 +15,7 @@ import torch
 
 from ..backends.base import Backend
 from ..common.host import Host
+from ..storage.graph_file import FORMAT
 
 _COMPILER = Path(__file__).resolve().parents[1]
 RULES = "rules"
@@ -29,6 +30,7 @@ def environment(backend: Backend, device: torch.device, host: Host) -> dict[str,
         "torch_compat": code_version(_COMPILER / "common" / "torch_compat"),
         "compiling": code_version(Path(inspect.getfile(type(backend))).parent),
         "host": code_version(host.folder / RULES) if host.folder else "",
+        "format": str(FORMAT),  # of files: two versions that share a store would else write over each other's
     }
 
 

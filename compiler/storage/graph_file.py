@@ -49,6 +49,10 @@ class GraphFileError(Exception):
     """This file cannot be used. The message is one sentence for people."""
 
 
+class OtherFormat(GraphFileError):
+    """Another version of this extension wrote the file, and can read it."""
+
+
 class UntrustedFile(GraphFileError):
     """The file is sound, but this machine did not sign it and its owner does not trust it."""
 
@@ -182,7 +186,7 @@ def read_graphs(
     entries = [entry for entry in _entries(header.manifest) if is_wanted(entry)]
     blobs = [_read_blob(file, header, entry) for entry in entries]
     unpacked = _map_in_threads(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
-    is_foreign = not _is_own(trust, header)
+    is_foreign = not trust.is_own(header.manifest.encode(), header.signature)
     return [StoredGraph(**entry.identity(), executable=code, is_foreign=is_foreign)
             for entry, code in zip(entries, unpacked, strict=True)]  # fmt: skip
 
@@ -253,13 +257,6 @@ def _read_header(file: BinaryIO) -> _Header:
     return _Header(manifest, signature, public if public.key else None, fields, 8 + length, total - 8 - length)
 
 
-def _is_own(trust: Trust, header: _Header) -> bool:
-    try:
-        return trust.signed(header.manifest.encode(), header.signature)
-    except UnusableKey:
-        return False
-
-
 def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> UntrustedFile | None:
     """Return why this machine must not run a file's graphs, or None if it may."""
     problem: UntrustedFile | None = UntrustedFile(NOT_MADE_HERE)
@@ -310,7 +307,7 @@ def _entries(manifest: str) -> list[Entry]:
     fields = _parse(manifest.encode())
     if fields.get("format") != FORMAT:
         found = _quoted(repr(fields.get("format")))
-        raise GraphFileError(f"the file has format {found}, and this version reads {FORMAT}")
+        raise OtherFormat(f"the file has format {found}, and this version reads {FORMAT}")
     try:
         return [_entry(graph) for graph in _list(fields["graphs"])]
     except (KeyError, TypeError, ValueError) as error:

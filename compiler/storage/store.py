@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -39,6 +40,8 @@ DEFAULT_LIMIT = 10 * GIGABYTE
 LOCK_LIMIT = 300.0
 """A process waits this many seconds for another one's compile. Then it compiles the same graph itself."""
 LOCKS = "compiled_graphs.locks"
+_HELD = (errno.EAGAIN, errno.EACCES)
+"""What the system says of a lock that somebody else holds."""
 NOTE_SUFFIX = ".wanted.json"
 MAX_NOTE = 2**20
 """Bytes. The note of a model has a few kilobytes."""
@@ -109,7 +112,7 @@ class _Store(ABC):
         except OSError as error:
             log.warning(
                 "A compiled graph could not be kept in %s (%s); it serves this session and is compiled again in the "
-                "next. Free some space or set COMPILED_GRAPHS_STORE to another place.",
+                "next. Check that there is room and that ComfyUI may write there, or set COMPILED_GRAPHS_STORE.",
                 self.place,
                 error.strerror or error,
             )
@@ -161,7 +164,7 @@ class _Store(ABC):
         try:
             fields = bounded_json.parse(data)
             note, signature = fields["note"].encode(), fields["signature"]
-            is_ours = self._trust.signed(_signed(name, note), signature)
+            is_ours = self._trust.is_own(_signed(name, note), signature)
             maker = Signature(str(fields.get("signer", "")), str(fields.get("signature_of_signer", "")))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise GraphFileError("it is not a note") from None
@@ -268,6 +271,7 @@ class FolderStore(_Store):
     def __init__(self, folder: str | os.PathLike, trust: Trust | None = None, limit: int | None = None) -> None:
         super().__init__(str(folder), trust, limit)
         self.folder = Path(folder)
+        self._has_locks: bool | None = None
 
     @contextmanager
     def exclusive(self, key: str) -> Iterator[None]:
@@ -304,6 +308,10 @@ class FolderStore(_Store):
             import filelock
 
             path.parent.mkdir(parents=True, exist_ok=True)
+            if self._has_locks is None:
+                self._has_locks = _has_locks(path)
+            if not self._has_locks:
+                return None
             lock = filelock.FileLock(path)  # a new object keeps threads apart too
             lock.acquire(timeout=LOCK_LIMIT)
         except TimeoutError:
@@ -351,10 +359,20 @@ class UrlStore(_Store):
 
     @contextmanager
     def exclusive(self, key: str) -> Iterator[None]:
-        """Keep other machines from compiling a graph at the same time. Not reentrant. A graph that is there is free."""
+        """Keep other machines from compiling a graph at the same time. Not reentrant. Nobody waits once it is made."""
         graph = f"{key}{SUFFIX}"
-        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT, lambda: self._exists(graph)):
+        with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT, lambda: self._is_made(graph)):
             yield
+
+    def _is_made(self, name: str) -> bool:
+        """Whether there is a graph that this machine can use. A damaged one is made again, by one machine."""
+        if not self._exists(name):
+            return False
+        try:
+            self.read_graph(name)
+        except (OSError, GraphFileError):
+            return False
+        return True
 
     def _exists(self, name: str) -> bool:
         try:
@@ -446,6 +464,22 @@ def open_store(place: str) -> FolderStore | UrlStore:
     from fsspec.core import strip_protocol
 
     return FolderStore(strip_protocol(place))
+
+
+def _has_locks(path: Path) -> bool:
+    """Whether files can be locked here. Some network folders cannot, and filelock then waits until its limit ends, or
+    takes a marker file for a lock, which stays when a process dies. Raises OSError if there can be no such file.
+    """
+    if os.name == "nt":
+        return True
+    import fcntl
+
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in _HELD
+    return True
 
 
 def default_limit() -> int:

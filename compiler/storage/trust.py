@@ -69,6 +69,13 @@ class Trust:
         """Whether a signature is this machine's. Raises UnusableKey as `sign` does."""
         return signature.isascii() and hmac.compare_digest(self.sign(text), signature)
 
+    def is_own(self, text: bytes, signature: str) -> bool:
+        """The same, and False where this machine has no key that can be used."""
+        try:
+            return self.signed(text, signature)
+        except UnusableKey:
+            return False
+
     @property
     def maker(self) -> Maker:
         """The key with which this machine signs for others, if its owner has made one."""

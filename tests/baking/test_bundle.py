@@ -101,6 +101,22 @@ def test_a_store_takes_nothing_of_others(tmp_path, capsys):
     assert FolderStore(tmp_path / "store").keys() == set()
 
 
+def test_files_that_cannot_be_read_are_named_and_the_others_are_taken(files, tmp_path, capsys):
+    store, damaged = FolderStore(tmp_path / "store"), tmp_path / f"damaged{SUFFIX}"
+    store.put(graph(4))
+    store.put(graph(5))
+    path = store.folder / f"{graph(5).key}{SUFFIX}"
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged.write_bytes(b"damaged")
+    command = ["bundle", "make", str(tmp_path / "all"), files[0], str(damaged), "--store", str(store.folder)]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert f"{damaged.name}: the file is not a graph file" in said
+    assert f"not in the bundle: {graph(5).key[:16]}: " in said
+    made = read_manifest((tmp_path / f"all{SUFFIX}").read_bytes())
+    assert {entry.key for entry in made} == {graph(n).key for n in (1, 3, 4)}
+
+
 def test_a_graph_that_is_gone_from_the_store_is_said(tmp_path):
     FolderStore(tmp_path / "store").put(OURS)
     said = []

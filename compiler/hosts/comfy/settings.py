@@ -27,10 +27,11 @@ LOCALE = "Comfy.Locale"
 def store_limit(user_folder: Path) -> int | None:
     """Return the bytes that the store may take, or None to leave it at what it may take now.
 
-    That is where COMPILED_GRAPHS_STORE_LIMIT says it, and where the file cannot be read: ComfyUI may just be
-    writing it.
+    That is where COMPILED_GRAPHS_STORE names the place, since other machines may share it and anybody who can open
+    ComfyUI can choose, where COMPILED_GRAPHS_STORE_LIMIT says it, and where the file cannot be read: ComfyUI may just
+    be writing it.
     """
-    if os.environ.get("COMPILED_GRAPHS_STORE_LIMIT"):
+    if os.environ.get("COMPILED_GRAPHS_STORE") or os.environ.get("COMPILED_GRAPHS_STORE_LIMIT"):
         return None
     try:
         value = _settings(user_folder).get(STORE_LIMIT)

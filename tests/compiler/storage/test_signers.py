@@ -73,6 +73,18 @@ def test_a_store_names_its_signer_too(maker, mine, tmp_path):
     assert store.get(graph().key) == graph()
 
 
+def test_a_note_is_read_where_no_key_of_ones_own_can_be_made(maker, mine, tmp_path, monkeypatch):
+    name = "cd" * 32
+    FolderStore(tmp_path / "store", maker).put_note(name, b"[1]")
+    mine.signers.add(signer_of(maker))
+
+    def read_only(trust):
+        raise UnusableKey("no key can be written")
+
+    monkeypatch.setattr(Trust, "_read_or_make_key", read_only)
+    assert FolderStore(tmp_path / "store", mine).note(name) == b"[1]"
+
+
 def test_a_note_of_a_store_is_read_where_its_signer_is_trusted(maker, mine, tmp_path):
     name = "cd" * 32
     FolderStore(tmp_path / "store", maker).put_note(name, b"[1]")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import importlib
 import json
 import os
 import pickle
@@ -33,6 +34,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from networks import ConvolutionNetwork, StreamNetwork, call, compile_network, said, sizes, transformer
 from safetensors.torch import save
+
+fcntl = None if os.name == "nt" else importlib.import_module("fcntl")
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -753,6 +756,17 @@ def test_unsupported_lock_is_not_logged(store, monkeypatch, caplog, error):
     assert said(caplog) == []
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows locks files in another way")
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_a_folder_without_locks_keeps_nobody_waiting(store, monkeypatch, caplog, number):
+    monkeypatch.setattr(fcntl, "flock", fail_with(OSError(number, "no locks here")))
+    monkeypatch.setattr(store_module, "LOCK_LIMIT", 3600)
+    for _ in range(2):
+        with store.exclusive("0123"), FolderStore(store.folder).exclusive("0123"):
+            assert store.put(GRAPH) is True
+    assert said(caplog) == []
+
+
 def test_missing_lock_folder_is_no_obstacle(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     with FolderStore(tmp_path / "file").exclusive("0123"):
@@ -902,6 +916,23 @@ def test_a_graph_that_is_there_is_not_claimed(drivers, monkeypatch):
     monkeypatch.setattr(store_module._ClaimObject, "write", lambda place, data: pytest.fail("claimed"))
     with store.exclusive(GRAPH.key):
         pass
+
+
+@pytest.mark.parametrize("is_damaged", [True, False], ids=["damaged", "of others"])
+def test_a_graph_that_cannot_be_used_is_made_again_by_one_machine(drivers, tmp_path, monkeypatch, is_damaged):
+    monkeypatch.setattr(claims, "SETTLE", 0.0)
+    store, written = UrlStore("s3://bucket/graphs"), []
+    if is_damaged:
+        store.put(GRAPH)
+        store._write(f"{GRAPH.key}.graph.safetensors", b"damaged")
+    else:
+        UrlStore("s3://bucket/graphs", Trust(tmp_path / "elsewhere")).put(GRAPH)
+    write = store_module._ClaimObject.write
+    monkeypatch.setattr(
+        store_module._ClaimObject, "write", lambda place, data: written.append(data) or write(place, data)
+    )
+    with store.exclusive(GRAPH.key):
+        assert written
 
 
 @pytest.mark.parametrize("url", ["memory://graphs", "s3://bucket/graphs"])

@@ -10,7 +10,8 @@ from compiled_graphs.compiler.hosts.comfy.settings import STORE_LIMIT, store_lim
 
 @pytest.fixture(autouse=True)
 def _no_limit(monkeypatch):
-    monkeypatch.delenv("COMPILED_GRAPHS_STORE_LIMIT", raising=False)
+    for name in ("COMPILED_GRAPHS_STORE_LIMIT", "COMPILED_GRAPHS_STORE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +36,12 @@ def test_the_size_is_read_where_comfyui_keeps_it(tmp_path, text, gigabytes):
     assert store_limit(tmp_path) == (None if gigabytes is None else gigabytes * 10**9)
 
 
-def test_the_environment_variable_wins(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"), [("COMPILED_GRAPHS_STORE_LIMIT", "5"), ("COMPILED_GRAPHS_STORE", "/shared/graphs")]
+)
+def test_the_environment_comes_before_the_dialog(tmp_path, monkeypatch, name, value):
     (tmp_path / "default").mkdir()
     (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps({STORE_LIMIT: 3}))
-    monkeypatch.setenv("COMPILED_GRAPHS_STORE_LIMIT", "5")
+    assert store_limit(tmp_path) == 3 * 10**9
+    monkeypatch.setenv(name, value)
     assert store_limit(tmp_path) is None
