@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ..compiler.common.boot import environment
+from ..compiler.hosts.fleet import watched
 
 BAKING = "COMPILED_GRAPHS_BAKING"
 """Environment variable: this server has the nodes that `bake` uses."""
@@ -63,10 +64,10 @@ class ComfyProcess:
         command = self._command()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, watched.__file__, *command],  # which ends with this process, however that ends
                 cwd=self._comfyui or self._folder,
                 env=environment(**{BAKING: "1", "PYTHONUNBUFFERED": "1", **self._variables}),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -85,7 +86,7 @@ class ComfyProcess:
     ) -> None:
         if self._process is None or not self.is_alive:
             return
-        self._process.terminate()
+        self._process.stdin.close()
         try:
             self._process.wait(END_LIMIT)
         except subprocess.TimeoutExpired:

@@ -92,18 +92,19 @@ def run(options: argparse.Namespace, say: Say) -> int:
     if not options.workflows and not options.model:
         say("There is nothing to bake: name workflows, or networks with --model.")
         return 2
-    tally = Tally()
+    tally, store = Tally(), _absolute(options.store or os.environ.get("COMPILED_GRAPHS_STORE", ""))
     try:
         with tempfile.TemporaryDirectory(prefix="compiled_graphs_") as folder:
             comfyui = find_comfyui(options.comfyui)
             kinds = _write_stand_ins(options, comfyui, Path(folder), say)
-            store = {"COMPILED_GRAPHS_STORE": options.store} if options.store else {}
-            with ComfyProcess(comfyui, options.comfyui_options, Path(folder), kinds, store) as server:
+            variables = {"COMPILED_GRAPHS_STORE": store} if store else {}
+            with ComfyProcess(comfyui, options.comfyui_options, Path(folder), kinds, variables) as server:
                 types = server.get("/object_info")
                 for job in _jobs(options):
                     _bake(server, job, types, options, tally, say)
     except (ComfyError, stand_in.NotAHeader, OSError) as error:
-        say(str(error))
+        for line in str(error).splitlines():
+            say(line)
         return 2
     tally.failures += _say_of_others(options.arch, say)
     found = len(tally.keys) - tally.made
@@ -111,8 +112,13 @@ def run(options: argparse.Namespace, say: Say) -> int:
     if options.bundle and tally.keys:
         from .bundle import write_from_store
 
-        tally.failures += write_from_store(options.bundle, tally.place, tally.keys, say)
+        tally.failures += write_from_store(options.bundle, store or tally.place, tally.keys, say)
     return 1 if tally.failures else 0
+
+
+def _absolute(store: str) -> str:
+    """Return where a store is for ComfyUI, which runs in a folder of its own."""
+    return store if "://" in store or not store else str(Path(store).expanduser().absolute())
 
 
 def _failures(count: int) -> str:
@@ -303,11 +309,13 @@ def _say_of_others(wanted: Iterable[str], say: Say) -> int:
 def write_headers(options: argparse.Namespace, say: Say) -> int:
     """Write the headers of a folder of models to another folder."""
     try:
-        written = stand_in.copy_headers(options.models, options.target)
+        written, left = stand_in.copy_headers(options.models, options.target)
     except (stand_in.NotAHeader, OSError) as error:
         say(str(error))
         return 2
+    for reason in left:
+        say(f"left out: {reason}")
     for name, size in written.items():
         say(f"{size / 1000:10.1f} kB  {name}")
     say(f"{len(written)} headers in {options.target}{os.sep}")
-    return 0 if written else 1
+    return 0 if written and not left else 1

@@ -47,22 +47,27 @@ def headers_in(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
-def copy_headers(models: Path, target: Path) -> dict[str, int]:
-    """Write the header of each safetensors file of a folder to another one. Return their bytes by path.
+def copy_headers(models: Path, target: Path) -> tuple[dict[str, int], list[str]]:
+    """Write the header of each safetensors file of a folder to another one.
 
-    Nothing is written over a file with weights. Raises NotAHeader and OSError.
+    Return their bytes by path, and why files have none, such as one whose download was cut off. Nothing is written over
+    a file with weights. Raises NotAHeader and OSError.
     """
     if target.resolve().is_relative_to(models.resolve()):
         raise FileExistsError(f"{target} is a part of {models}: choose another folder")
-    written = {}
+    written, left = {}, []
     for name, path in headers_in(models).items():
-        header, place = read_header(path), target / name
+        try:
+            header, place = read_header(path), target / name
+        except NotAHeader as error:
+            left.append(f"{error} ({name})")
+            continue
         if place.exists() and place.stat().st_size > len(read_header(place)):
             raise FileExistsError(f"{place} is there already and has weights: choose an empty folder")
         place.parent.mkdir(parents=True, exist_ok=True)
         write_whole(place, header)
         written[name] = len(header)
-    return written
+    return written, left
 
 
 def _data_size(name: str, text: bytes) -> int:

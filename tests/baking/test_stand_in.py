@@ -60,6 +60,15 @@ def test_a_file_without_a_header_is_named(tmp_path, data):
         stand_in.write_stand_in(tmp_path / "other.safetensors", stand_in.read_header(path))
 
 
+def test_a_broken_file_is_left_out_and_named_with_its_folder(models, tmp_path, capsys):
+    (models / "vae").mkdir()
+    (models / "vae" / "cut.safetensors").write_bytes(b"1234567")
+    assert main(["headers", str(models), str(tmp_path / "headers")]) == 1
+    said = capsys.readouterr().out
+    assert "left out: cut.safetensors is not a safetensors file (vae/cut.safetensors)" in said
+    assert "1 headers in" in said
+
+
 def test_an_empty_folder_is_said(tmp_path, capsys):
     (tmp_path / "models").mkdir()
     assert main(["headers", str(tmp_path / "models"), str(tmp_path / "headers")]) == 1

@@ -174,9 +174,11 @@ class Started:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._log = Path(tempfile.gettempdir(), f"compiled_graphs-server-{port}.log")
         command = [*launch.command, "--listen", "127.0.0.1", "--port", str(port)]
-        with self._log.open("wb") as log:
+        handle, name = tempfile.mkstemp(prefix="compiled_graphs-server-", suffix=".log")
+        self._log = Path(name)
+        self._said: str | None = None
+        with os.fdopen(handle, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, watched.__file__, *command],
                 stdin=subprocess.PIPE,
@@ -201,6 +203,8 @@ class Started:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.wait()
+        self._said = self._end_of_log()
+        self._log.unlink(missing_ok=True)
 
     def _wait(self, deadline: float) -> None:
         reason = Lost("it does not answer")
@@ -217,7 +221,7 @@ class Started:
         raise Lost(f"ComfyUI did not start: {reason}; the end of its log: {self._end_of_log()}")
 
     def _end_of_log(self) -> str:
-        return self._log.read_text("utf-8", "replace")[-MOST_SAID:]
+        return self._log.read_text("utf-8", "replace")[-MOST_SAID:] if self._said is None else self._said
 
 
 def _said(error: urllib.error.HTTPError) -> str:

@@ -3,6 +3,7 @@
 Its standard input is a pipe from that process, which the operating system closes. It imports nothing of this package.
 """
 
+import os
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ def main() -> int:
 
 
 def _end_with_parent(process: subprocess.Popen) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not by `sys.stdin`: Python cannot end while a thread reads from that
+        pass
     process.terminate()
     try:
         process.wait(LIMIT)

@@ -197,3 +197,10 @@ def test_what_is_at_an_address_is_said(answering, answer, reason):
     answering.answers["/compiled_graphs/registry"] = answer
     with pytest.raises(Lost, match=reason):
         map_workflows([{}], [answering.address])
+
+
+def test_what_ends_by_itself_is_passed_on():
+    command = [sys.executable, watched.__file__, sys.executable, "-c", "raise SystemExit(7)"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.wait(60) == 7  # while its standard input is open
+        assert process.stderr.read() == b""
