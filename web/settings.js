@@ -8,7 +8,7 @@ const SETTINGS = [
     "id": "CompiledGraphs.StoreLimit",
     "category": ["Compiled Graphs", "Graphs on disk", "StoreLimit"],
     "name": "Size limit for compiled graphs (GB)",
-    "tooltip": "Past it, the graphs that were used longest ago are removed. Holds from the next run of a node of Compiled Graphs on. The environment variable COMPILED_GRAPHS_STORE_LIMIT of the server wins over it.",
+    "tooltip": "Past it, the graphs that were used longest ago are removed. Holds from the next run of a node of Compiled Graphs on. Has no effect if the server's environment names the store or its limit (COMPILED_GRAPHS_STORE, COMPILED_GRAPHS_STORE_LIMIT).",
     "type": "number",
     "attrs": {"min": 1, "max": 10000, "showButtons": true},
     "defaultValue": 10

@@ -181,8 +181,11 @@ def read_graphs(
     """
     file = _as_file(source)
     header = _read_header(file)
-    if problem := _distrust(trust, header, file):
-        raise problem
+    if problem := _distrust(trust, header):
+        file = _trusted_copy(trust, file)
+        if file is None:
+            raise problem
+        header = _read_header(file)
     entries = [entry for entry in _entries(header.manifest) if is_wanted(entry)]
     blobs = [_read_blob(file, header, entry) for entry in entries]
     unpacked = _map_in_threads(lambda pair: _unpack(*pair), zip(entries, blobs, strict=True))
@@ -257,8 +260,8 @@ def _read_header(file: BinaryIO) -> _Header:
     return _Header(manifest, signature, public if public.key else None, fields, 8 + length, total - 8 - length)
 
 
-def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> UntrustedFile | None:
-    """Return why this machine must not run a file's graphs, or None if it may."""
+def _distrust(trust: Trust, header: _Header) -> UntrustedFile | None:
+    """Return why this machine must not run a file's graphs by who signed it, or None if it may."""
     problem: UntrustedFile | None = UntrustedFile(NOT_MADE_HERE)
     try:
         if trust.signed(header.manifest.encode(), header.signature):
@@ -268,7 +271,16 @@ def _distrust(trust: Trust, header: _Header, file: BinaryIO) -> UntrustedFile | 
     if header.maker:
         distrust = trust.distrust_of(header.manifest.encode(), header.maker)
         problem = distrust and UntrustedFile(distrust.reason, distrust.signer)
-    return None if problem is None or trust.trusts(file) else problem
+    return problem
+
+
+def _trusted_copy(trust: Trust, file: BinaryIO) -> BinaryIO | None:
+    """Return a file that the owner trusts as it is, in memory: nobody can change it after the look. None for others."""
+    if not trust.trusts(file):
+        return None
+    file.seek(0)
+    copy = io.BytesIO(file.read(MAX_FILE))
+    return copy if trust.trusts(copy) else None
 
 
 def _read_blob(file: BinaryIO, header: _Header, entry: Entry) -> bytes:

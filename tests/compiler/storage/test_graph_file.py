@@ -349,3 +349,30 @@ def test_mutated_file_gives_its_graphs_or_one_sentence(data, trust):
     assert all(result == GRAPHS for result in outcomes if not isinstance(result, str))
     assert not any("\n" in sentence for sentence in refused)
     assert len(refused) > 9_000
+
+
+class Swapped(io.BytesIO):
+    """A file that somebody changes after it was hashed: it shows its bytes once, and then others."""
+
+    def __init__(self, shown, later):
+        super().__init__(shown)
+        self.later, self.reads = later, 0
+
+    def seek(self, place, whence=0):
+        if place == 0 and whence == 0:
+            self.reads += 1
+            if self.reads == 3:  # the header, the digest, and now what runs
+                super().seek(0)
+                self.truncate()
+                self.write(self.later)
+        return super().seek(place, whence)
+
+
+def test_a_file_that_changes_after_the_look_at_its_digest_does_not_run(tmp_path):
+    theirs, mine = Trust(tmp_path / "theirs"), Trust(tmp_path / "mine")
+    trusted = write_graphs(GRAPHS[:1], theirs)
+    mine.add(io.BytesIO(trusted))
+    assert read_graphs(io.BytesIO(trusted), mine) == GRAPHS[:1]
+    evil = write_graphs([dataclasses.replace(GRAPHS[0], executable=b"evil")], theirs)
+    with pytest.raises(UntrustedFile):
+        read_graphs(Swapped(trusted, evil), mine)
