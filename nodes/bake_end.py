@@ -9,7 +9,7 @@ from . import inputs
 
 
 class BakeEnd:
-    """Says which graphs a MODEL, a VAE or a CONTROL_NET has got."""
+    """Says which graphs a MODEL, a VAE, a CONTROL_NET or a CLIP has got."""
 
     ID = "CG_BakeEnd"
     TITLE = "Bake End"

@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """One model, VAE or ControlNet."""
+    """One model, VAE, ControlNet or text encoder."""
 
     title: str
     lines: Sequence[str]

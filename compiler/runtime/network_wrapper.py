@@ -139,7 +139,7 @@ class NetworkWrapper:
     def end_sampling(self) -> None:
         """Decide whether the calls of the next sampling are compiled, if there is a choice.
 
-        The blocks of all methods raise the doubt, and the calls of this one decide.
+        A doubt comes from the timed blocks of all methods, the decision from whole calls of this one.
         """
         if self.worth is None:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Sampling(Protocol):
@@ -39,16 +39,21 @@ class EachCall:
 class Announced:
     """For a host that says when a sampling begins and ends. A call outside a sampling is checked."""
 
+    running: ClassVar[object | None] = None
+    """A token for the sampling that began last, of any network; None if it is over, or if each call is checked."""
+
     def __init__(self) -> None:
         self._is_running = self._checked = self._checks_each = False
 
     def begin(self, checks_each: bool = False) -> None:
         """Say that a sampling begins, and whether each of its calls is to be checked."""
         self._is_running, self._checked, self._checks_each = True, False, checks_each
+        Announced.running = None if checks_each else object()
 
     def end(self) -> None:
         """Say that the sampling is over."""
         self._is_running = self._checked = False
+        Announced.running = None
 
     def is_known(self) -> bool:
         """Return whether the network was checked since the sampling began."""
@@ -57,6 +62,25 @@ class Announced:
     def note(self) -> None:
         """Record that the network was checked, if a sampling is running."""
         self._checked = self._is_running
+
+
+class Beside(EachCall):
+    """For networks whose host does not say when they sample, such as ControlNets.
+
+    One check covers the sampling of another network that they take part in, if that is announced. Each other call is
+    checked.
+    """
+
+    def __init__(self) -> None:
+        self._checked: object | None = None
+
+    def is_known(self) -> bool:
+        """Return whether the network was checked since the other one's sampling began."""
+        return self._checked is not None and self._checked is Announced.running
+
+    def note(self) -> None:
+        """Record that the network was checked."""
+        self._checked = Announced.running
 
 
 class Scheduled:

@@ -31,7 +31,7 @@ from ...runtime.graph_supply import CannotCallAhead
 from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
 from ...runtime.region_forward import RegionForward
 from ...runtime.region_kinds import Target
-from ...runtime.sampling import Announced
+from ...runtime.sampling import Announced, Beside
 from ...runtime.step_replay import StepReplay
 from ...runtime.worth import Worth
 from ...tracing.shape_discovery import ModelCall
@@ -400,7 +400,7 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
         _call_around_samplings(target, None, built.status.tell_news)
     else:
         for each in built.wrappers:
-            each.on_setup = built.status.tell_news
+            each.on_setup, each.sampling = built.status.tell_news, Beside()
     play()
 
 
@@ -440,7 +440,7 @@ def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
 
 
 def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built, announces: bool) -> None:
-    """Have a network run uncompiled if that is faster. Of a VAE, its decoder decides for itself alone.
+    """Have a network run uncompiled if that is faster. A VAE's decoder may be left so; its encoder stays compiled.
 
     It is decided once for all clones that run the same graphs. `announces` says that ComfyUI tells of samplings.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from compiled_graphs.compiler.runtime.canary import CALLS, REPLAYS, Canary
 from compiled_graphs.compiler.runtime.running_call import RunningCall
-from compiled_graphs.compiler.runtime.sampling import Announced, EachCall, Scheduled
+from compiled_graphs.compiler.runtime.sampling import Announced, Beside, EachCall, Scheduled
 
 
 def count_checks(sampling, calls):
@@ -90,3 +90,21 @@ def test_replayed_steps_count_for_the_canary():
     for _ in range(REPLAYS // 4 + 1):
         canary.note(ran(was_replayed=True))
     assert canary.is_due()
+
+
+def test_a_network_beside_another_is_checked_once_in_each_of_its_samplings():
+    other, beside = Announced(), Beside()
+    assert not beside.is_known()
+    beside.note()
+    assert not beside.is_known(), "no sampling runs"
+    for _ in range(2):
+        other.begin()
+        assert not beside.is_known()
+        beside.note()
+        assert beside.is_known()
+        other.end()
+        assert not beside.is_known()
+    other.begin(checks_each=True)
+    beside.note()
+    assert not beside.is_known(), "code runs around the calls"
+    other.end()

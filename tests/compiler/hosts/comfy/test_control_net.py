@@ -171,3 +171,32 @@ def test_transformer_control_nets_are_compiled_ahead_and_give_eagers_residuals(n
         assert len(ours) == len(theirs) > 0
         for one, other in zip(ours, theirs, strict=True):
             assert_same(one, other)
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["compiled model", "plain model"])
+def test_a_control_net_is_compared_once_in_a_sampling_of_a_compiled_model(
+    model, sample, registry, monkeypatch, is_announced
+):
+    control, _ = speed_up(control_net(model))
+    network = host.compiled_model(control)
+    ours = host.compile_model(model, host.Request("eager", verify=False))[0] if is_announced else model
+    follow, count = network.follow, []
+    monkeypatch.setattr(network, "follow", lambda **where: count.append(1) or follow(**where))
+    for _ in range(2):
+        count.clear()
+        sample(ours, "tiny_sd15", steps=4, **hinted(control, 0.8))
+        assert len(count) == (1 if is_announced else 4)
+
+
+def test_a_control_net_that_changes_between_samplings_is_followed(model, sample, registry):
+    plain = control_net(model)
+    control, _ = speed_up(plain)
+    ours, _ = host.compile_model(model, host.Request("eager", verify=False))
+    convolution = next(m for m in plain.control_model.input_blocks[1].modules() if isinstance(m, torch.nn.Conv2d))
+    seen = []
+    for mode in ("zeros", "circular", "zeros"):
+        convolution.padding_mode = mode
+        images = [sample(net, "tiny_sd15", **hinted(each, 0.8)) for net, each in ((ours, control), (model, plain))]
+        assert_same(*images)
+        seen.append(images[1])
+    assert (seen[0] - seen[1]).norm() > 10 * BOUND * seen[0].norm()
