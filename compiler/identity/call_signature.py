@@ -94,7 +94,10 @@ class CallSignature:
 
     def has_tensors_of(self, other: CallSignature) -> bool:
         """Whether another call has its tensors in the same places, with the same ranks, dtypes and devices."""
-        one, another = (_tensor_places(json.loads(signature.text)[0]) for signature in (self, other))
+        one, another = (
+            {place: part for place, part in _walked(json.loads(each.text)[0]) if part[0] in ("tensor", "size")}
+            for each in (self, other)
+        )
         return one == another
 
     def fill(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
@@ -266,17 +269,6 @@ def parse(text: str) -> tuple[CallSignature, list[tuple[int, torch.dtype]]]:
         raise ValueError(f"not the signature of a call ({type(error).__name__})") from None
 
 
-def _tensor_places(outline: list, place: tuple = ()) -> dict[tuple, tuple]:
-    """Return the outlines of a call's tensors by their places in its arguments."""
-    kind, content = outline[0], outline[1]
-    if kind in ("tensor", "size"):
-        return {place: tuple(outline)}
-    if not isinstance(content, list):
-        return {}
-    items = [(str(k), item) for k, item in content] if kind == "dict" else list(enumerate(content))
-    return {found: what for key, item in items for found, what in _tensor_places(item, (*place, key)).items()}
-
-
 def _marker(leaf: Any) -> Any:
     return SIZE if type(leaf) is _Size else TENSOR if isinstance(leaf, torch.Tensor) else leaf
 
@@ -338,7 +330,7 @@ def _items_of(outline: list) -> list[tuple[Any, list]]:
     kind, content = outline[0], outline[1]
     if not isinstance(content, list):
         return []
-    return [(key[1], item) for key, item in content] if kind == "dict" else list(enumerate(content))
+    return [(_fill_in(key, []), item) for key, item in content] if kind == "dict" else list(enumerate(content))
 
 
 def _differing_ints(one: list, other: list, place: Place = ()) -> list[Place] | None:

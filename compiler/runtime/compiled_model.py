@@ -67,6 +67,7 @@ class CompiledModel:
         self._supply = GraphSupply(self._kinds, cache, self.counters, options.background, options.on_change)
         self._forwards: weakref.WeakValueDictionary[str, RegionForward] = weakref.WeakValueDictionary()
         self._canary = Canary()
+        self._has_replayed = False
 
     def __reduce__(self) -> tuple:
         """Copy and pickle as None: a copy of a network is not compiled. Hooks of others have attributes of ours."""
@@ -134,6 +135,7 @@ class CompiledModel:
 
     def note_call(self, call: RunningCall) -> None:
         """Take note of a call of the network that has ended."""
+        self._has_replayed |= call.was_replayed
         self._canary.note(call)
         self._cache.note_run(call.entries)
 
@@ -207,7 +209,7 @@ class CompiledModel:
     def _gain(self, kinds: Iterable[KindInUse]) -> Gain | None:
         timings = [(kind.blocks, [entry.timing for entry in kind.graphs]) for kind in kinds if kind.graphs]
         called = next(reversed(self.pace.figures()), None)
-        return gain(timings, called, replays=self.counters.replays > 0)
+        return gain(timings, called, replays=self._has_replayed)
 
     def trial(self) -> AbstractContextManager[None]:
         """Enter around calls of its graphs at sizes that nobody uses."""

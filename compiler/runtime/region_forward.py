@@ -191,7 +191,7 @@ class RegionForward:
         except Exception as error:
             if plan.entry.graph.spec.mutated or _is_capturing(self._kind.device):
                 raise  # the inputs may be half written, or the captured graph is at fault
-            self._retire(plan, f"{type(error).__name__}: {error}")
+            self._retire(plan, f"{type(error).__name__}: {error}", checked in plan.entry.verified)
             return call.eager(call.context)
         if call.window:
             call.window.write(*left)
@@ -351,7 +351,7 @@ class RegionForward:
         log.warning("%s runs eagerly with %s: %s", region, ", ".join(sorted(call.patches)), error)
         self._note_eager(entry.rejected[call.patches])
 
-    def _retire(self, plan: Plan, error: str, was_right: bool = False) -> None:
+    def _retire(self, plan: Plan, error: str, was_right: bool) -> None:
         region = plan.entry.graph.spec.region
         reason = Reason(ReasonCode.CHECK_FAILED, f"{region} failed its check: {error.splitlines()[0]}")
         log.warning("%s: %s", region, reason)

@@ -10,9 +10,12 @@ from compiled_graphs.compiler.identity.call_signature import (
     Call,
     bind,
     call_forward,
+    covers,
     graph_key,
     parse,
     read,
+    size_places,
+    with_sizes,
 )
 from networks import KeywordBlock, OptionsBlock, StreamBlock, TransformerBlock
 from torch import nn
@@ -226,3 +229,15 @@ def test_has_tensors_of_ignores_plain_values():
     assert not signature(x, [1, x], scale=2, mask=x).has_tensors_of(one)
     assert not signature(x, [x.half(), 1], scale=2, mask=x).has_tensors_of(one)
     assert not signature(x, [x, 1], scale=x, mask=x).has_tensors_of(one)
+
+
+def test_keys_of_a_dictionary_that_are_tuples_are_places_too():
+    one, other = (Call({"maps": {(8, 8): tokens(), (4, 4): value}, "scale": 2}, {}) for value in (5, 7))
+    text = read(one)[0].text
+    assert covers(text, text)
+    (place,) = size_places(one, other)
+    assert place == ("maps", (4, 4))
+    sized = with_sizes(text, {place: None})
+    assert sized != text
+    assert covers(sized, read(other)[0].text)
+    assert not covers(sized, read(Call({"maps": {(8, 8): tokens(), (4, 4): 5}, "scale": 3}, {}))[0].text)

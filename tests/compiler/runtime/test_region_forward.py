@@ -10,9 +10,11 @@ import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
-from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES
+from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES, GraphCache
+from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.runtime.region_kind import MAX_BRANCHES
 from compiled_graphs.compiler.runtime.region_kinds import MAX_STATES
+from compiled_graphs.compiler.storage.store import FolderStore
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -67,6 +69,9 @@ class AlteredBackend(EagerBackend):
 
     def compile(self, exported):
         return AlteredExecutable(super().compile(exported), self.alter)
+
+    def load(self, data, spec):
+        return AlteredExecutable(super().load(data, spec), self.alter)
 
 
 def fail_from(first, error):
@@ -942,6 +947,23 @@ def test_a_graph_that_raises_later_falls_back_to_eager(registry):
     assert compiled.counters.retired == 1
     assert changes == [1]
     assert reasons(compiled) == ["the graph of TransformerBlock failed its check: RuntimeError: launch failed"]
+
+
+@pytest.mark.parametrize(("first", "stays"), [(1, False), (3, True)], ids=["at its check", "later"])
+def test_a_loaded_graph_stays_in_the_store_if_it_was_right_before_it_raised(tmp_path, first, stays):
+    caches = [GraphCache(FolderStore(tmp_path)) for _ in range(2)]
+    compile_network(transformer(), Registry(caches[0]), AlteredBackend(lambda outputs, number: outputs))
+    network = transformer()
+    reference, compiled = pair(network, Registry(caches[1]), backend=fail_from(first, RuntimeError("launch failed")))
+    assert compiled.counters.from_disk == 1
+    kept, x = caches[1].stored_keys(), tokens()
+    evicted = []
+    caches[1].store.discard = evicted.append
+    for _ in range(2):
+        same(network(x), reference(x))
+    assert kept
+    assert evicted == ([] if stays else list(kept))
+    assert compiled.counters.retired == 1
 
 
 def test_an_error_without_a_message_is_a_reason_too(registry):
