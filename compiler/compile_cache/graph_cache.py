@@ -325,7 +325,7 @@ class GraphCache:
             entry.is_preloaded = True
 
     def add_loaded(self, stored: StoredGraph, by: Requester, device: torch.device) -> CacheEntry:
-        """Return the entry for a graph that was read from a file. Load it only if the device has it not in memory.
+        """Return the entry for a graph that was read from a file. Loads it only if this device has none in memory.
 
         Raises whatever torch raises for bytes that it cannot load.
         """

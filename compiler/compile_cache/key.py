@@ -30,7 +30,7 @@ def environment(backend: Backend, device: torch.device, host: Host) -> dict[str,
         "torch_compat": code_version(_COMPILER / "common" / "torch_compat"),
         "compiling": code_version(Path(inspect.getfile(type(backend))).parent),
         "host": code_version(host.folder / RULES) if host.folder else "",
-        "format": str(FORMAT),  # of files: two versions that share a store would else write over each other's
+        "format": str(FORMAT),  # of files: otherwise two versions that share a store would overwrite each other's
     }
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from ..common.host import Host
 from ..common.jobs import CompileTimeout, compile_limit
 from ..common.reason import ReasonCode, ReasonedError
+from ..common.tensors import empty_like
 from ..identity.graph_spec import GraphSpec
 from ..tracing.graph_request import GraphRequest
 from ..tracing.weightless_copy import weightless_copy
@@ -382,5 +383,5 @@ class _Pickler(pickle.Pickler):
 
 def without_data(tensor: torch.Tensor) -> torch.Tensor:
     """Return a meta tensor of the same form."""
-    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    meta = empty_like(tensor, torch.device("meta"))
     return nn.Parameter(meta, requires_grad=False) if isinstance(tensor, nn.Parameter) else meta

@@ -42,7 +42,7 @@ class Template:
     def __init__(self, setup: Setup) -> None:
         """Start the process. Raises OSError."""
         self._control, theirs = socket.socketpair()
-        # The other way to see whether there is a GPU begins to use it.
+        # Without this, torch.cuda.is_available() initialises CUDA, and such a process cannot be forked.
         environment = boot.environment(**ENVIRONMENT, PYTORCH_NVML_BASED_CUDA_CHECK="1")
         with theirs:
             fd = theirs.fileno()

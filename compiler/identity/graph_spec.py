@@ -21,10 +21,10 @@ MEMORY_FORMATS = {
     "channels_last_3d": torch.channels_last_3d,
 }
 
-# A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
 FEW_FRAMES = 4
 """A graph is checked at each of these numbers of frames. Blocks keep two frames of a chunk, or three."""
 
+# A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
 _SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
 
 
@@ -74,7 +74,7 @@ class GraphSpec:
     reads: tuple[str, ...] = ()
     """Options that the code asked for and that the traced call did not have. Calls that have one run eagerly."""
     writes: str = ""
-    """The values that the code leaves in its call's options, as `options.encode_writes` writes them."""
+    """The values that the code leaves in its call's options, as `context_options.encode_writes` writes them."""
     frames: str = ""
     """What the code leaves in its frame cache, as `FrameWrites.to_text` writes it; empty for a call without one."""
 

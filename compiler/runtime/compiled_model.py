@@ -107,8 +107,8 @@ class CompiledModel:
     def follow(self, is_inside: bool = False) -> bool:
         """See whether the regions are still what was described; go on as what they are now.
 
-        Returns whether something has changed. Takes milliseconds if nothing has. Inside of a call each module has its
-        forward already. So one that is not at its path runs eagerly, and the one that is there gets no forward.
+        Returns whether anything has changed; takes milliseconds if not. During a call the forwards are in
+        place already: a module that has left its path runs eagerly, and its replacement too until the next call.
         """
         is_same = self._kinds.are_unchanged()
         modules = self._kinds.modules() if is_same or self._kinds.go_back() else self._kinds.describe_again()
@@ -125,7 +125,7 @@ class CompiledModel:
         return not is_same
 
     def watch_over(self) -> bool:
-        """Have one call of one region compared with eager, in turn, if it is time; return whether it is."""
+        """Choose a region whose next call is compared with eager, if a check is due. Return whether there is one."""
         if not self.verifies or not self._canary.is_due() or has_peers():
             return False
         forward = self._canary.choose(list(self._forwards.values()))
@@ -140,7 +140,10 @@ class CompiledModel:
         self._cache.note_run(call.entries)
 
     def on_cache_miss(self, kind: RegionKind, miss: Miss, call: RunningCall | None) -> Reason | None:
-        """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
+        """Provide a graph for calls that none serves, or return why not.
+
+        Raises Unsupported while one is compiled in the background.
+        """
         repeated = None if call is None else call.repeated()
         return self._supply.on_cache_miss(kind, miss, repeated)
 

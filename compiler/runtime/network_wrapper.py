@@ -77,15 +77,15 @@ class NetworkWrapper:
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
         self.on_setup: Callable[[], None] = lambda: None
-        """Called after each call of the network in which something was compiled, loaded, checked or captured. For a VAE
-        also before the first call that is made as it was decided."""
+        """Called after a call that compiled, loaded, checked or captured something. For a network that belongs to no sampling
+        also when it is decided how its calls are made."""
         self.sampling: Sampling = EachCall()
         """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
         self._has_changed_inside = False
         """Whether code inside of the last call had changed the network."""
         self._told: float | None = None
-        """The gain that a person was told of, as measured by calls made both ways."""
+        """The measured gain that the node showed last."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
@@ -103,7 +103,7 @@ class NetworkWrapper:
             self.on_call()
             untypical = partial(self._is_untypical, call, kwargs)
             timed = self._timed(self.compiled.pace, args, kwargs, untypical)
-            with turns.shared():  # what is compared is not what a trace on another thread has put in its place
+            with turns.shared():  # a trace on another thread replaces values for a while: those are no changes
                 is_watched = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
                     result = self._call_with_weights(call, args, kwargs, is_watched)

@@ -17,7 +17,7 @@ from ..common.compare import disagreement
 from ..common.errors import one_line
 from ..common.host import Host
 from ..common.tensor_slots import tensor_slots
-from ..common.torch_compat import pytree
+from ..common.tensors import tensors_in
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import call_forward
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec
@@ -82,12 +82,8 @@ def _checked(
     except Exception as error:  # a graph that cannot run is a graph that is wrong
         return CheckResult(wrong=one_line(error))
     written = spec.mutated
-    pairs = [*_tensors(found), *(inputs[i] for i in written)], [*_tensors(expected), *(theirs[i] for i in written)]
+    pairs = [*tensors_in(found), *(inputs[i] for i in written)], [*tensors_in(expected), *(theirs[i] for i in written)]
     return CheckResult(wrong=disagreement(*pairs, entry.graph.precision or host.precision(module)) or "")
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 def _random_copy(

@@ -50,7 +50,10 @@ class Owner(Protocol):
     """Whether a graph is compared with eager before it serves."""
 
     def on_cache_miss(self, kind: RegionKind, miss: Miss, call: RunningCall | None) -> Reason | None:
-        """Provide a graph for calls that none serves, or return why not. Raises Unsupported if that may end."""
+        """Provide a graph for calls that none serves, or return why not.
+
+        Raises Unsupported while one is compiled in the background.
+        """
         ...
 
     def describe(self, path: str) -> RegionKind:

@@ -244,7 +244,8 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
         if not t.is_contiguous(memory_format=fmt)
     )
     try:
-        writes, _ = spec.left_behind(shapes), spec.frame_writes
+        writes = spec.left_behind(shapes)
+        spec.frame_writes  # noqa: B018  raises here what would else end a call, if a file says nonsense
     except Exception as error:  # a file says what it likes
         return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
     return Plan(entry, order, relayout, spec.small_sizes(shapes), defaults, frozenset(spec.reads), writes)

@@ -123,7 +123,7 @@ class RegionKinds:
         return self.modules()
 
     def go_back(self) -> bool:
-        """Return whether the regions are what they were before they changed last; if so, take them for that."""
+        """Return to the description before the last change if the regions match it again. Return whether they do."""
         before = self._before
         if before is None or not before.watch.holds():
             return False

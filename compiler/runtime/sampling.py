@@ -1,9 +1,9 @@
-"""When a network is checked for changes: once per sampling, if the host says when a sampling begins.
+"""When a network is checked for changes: once per sampling, if the host announces samplings.
 
-Between two steps of a sampling only code around the network's calls changes it, and a check takes milliseconds. Where
-there is such code, every call is checked. Code that runs inside of a call can change the network for the length of that
-call. Such a call is checked inside as well.
-If the host does not say when a sampling begins, every call is checked.
+A check takes milliseconds, and between two steps only code around the network's calls can change the network. If the
+host reports such code, each call is checked. If code runs inside a call, the network is checked again there, before its
+first block. A network that takes part in another's sampling, such as a ControlNet, is checked once in that sampling.
+Any other call is checked.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from ..common.counters import Counters
 from ..common.devices import current
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
-from ..common.tensors import tensors_in
+from ..common.tensors import empty_like, tensors_in
 from ..common.torch_compat import foreach_copy, pytree
 from ..common.weight_source import NetworkWeights, ResidentWeights
 from ..compile_cache.graph_cache import CacheEntry
@@ -319,7 +319,7 @@ class _OwnArguments:
 
     def __init__(self, args: tuple, kwargs: Mapping[str, Any], is_context: Callable[[int | str], bool]) -> None:
         self.tensors: list[torch.Tensor] = []
-        """In the order of `signature.describe`."""
+        """In the order of `call_signature.describe`."""
         self._is_context = is_context
         self._args = [self._fill(place, value, self._own) for place, value in enumerate(args)]
         self._kwargs = {name: self._fill(name, value, self._own) for name, value in kwargs.items()}
@@ -360,4 +360,4 @@ def _arithmetic() -> tuple[Any, ...]:
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return empty_like(tensor, torch.device("meta"))

@@ -51,7 +51,8 @@ def with_answers(call: Callable[[bool], None]) -> None:
 
 
 class AnsweredValues(TorchDispatchMode):
-    """Answers where a fake tensor does not know its value: no, one, and as many counts as the code wants at least."""
+    """Answers for a fake tensor that does not know its value: False, 1 or 0.0 by its dtype, and no more counts than the
+    code asks of `bincount`."""
 
     def __init__(self) -> None:
         super().__init__()

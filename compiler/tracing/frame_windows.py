@@ -15,6 +15,7 @@ from torch import nn
 
 from ..common.host import FrameCache, FrameCarry, Host
 from ..common.reason import ReasonCode, Unsupported
+from ..common.tensors import empty_like
 from ..common.torch_compat import FakeTensorMode, pytree, without_fake_tensors
 from ..identity.call_signature import CELLS
 from ..identity.frame_carry import CarryWindow
@@ -254,9 +255,9 @@ def _window_size(
     own = {names.given: None, names.left: left} if carries else {names.entries: entries, names.cursor: cursor}
     try:
         with _fake_tensors(), host.traced_functions(is_lenient=True), unanswered():
-            probed = weightless_copy(block, host, _empty_like)
+            probed = weightless_copy(block, host, empty_like)
             host.prepare_for_tracing(probed)
-            given = pytree.tree_map_only(torch.Tensor, _empty_like, {**bound.arguments, **dict.fromkeys(own)})
+            given = pytree.tree_map_only(torch.Tensor, empty_like, {**bound.arguments, **dict.fromkeys(own)})
             call = inspect.BoundArguments(bound.signature, {**given, **own})
             type(block).forward(probed, *call.args, **call.kwargs)
         return len(left.entries) if carries else max(len(entries.values()), _moved(cursor))
@@ -271,7 +272,3 @@ def _fake_tensors() -> Iterator[None]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.inference_mode(False), torch.no_grad(), without_fake_tensors(), fake:
         yield
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

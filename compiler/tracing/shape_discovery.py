@@ -17,6 +17,7 @@ from torch import nn
 
 from ..common.host import Host
 from ..common.reason import Unsupported
+from ..common.tensors import empty_like
 from ..common.torch_compat import FakeTensorMode, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
@@ -178,7 +179,7 @@ def _observed_forward(
         if not signature.has_unchanged_arguments(call.arguments, tensors):
             return result  # a block that writes to lists must run each time
         results[known] = result, window and window.now()
-    result, left = pytree.tree_map_only(torch.Tensor, _empty_like, results[known])
+    result, left = pytree.tree_map_only(torch.Tensor, empty_like, results[known])
     if window:
         window.write(*left)
     return result
@@ -193,10 +194,6 @@ def _with_sizes(one: _ObservedCall, other: _ObservedCall) -> tuple[_ObservedCall
         return one, other
     with FakeTensorMode(allow_non_fake_inputs=True):
         return _ObservedCall.of(one.call, places), _ObservedCall.of(other.call, places)
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _request(region: Region, fingerprint: str, one: _ObservedCall, other: _ObservedCall) -> GraphRequest | None:

@@ -373,7 +373,7 @@ def _compile_ahead(
         try:
             compiled.prepare(call, report, method)
         except CannotCallAhead as reason:
-            log.info("A model is compiled when it first runs; it cannot be called ahead of it: %s", reason)
+            log.info("The model compiles when it first runs, because calling it ahead failed: %s", reason)
 
 
 def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
@@ -429,7 +429,7 @@ def _arrange_weights(target: PatchedNetwork, chosen: Chosen, built: Built) -> No
 
 
 def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
-    """Return what does something when a sampling begins whose calls are compiled."""
+    """Return `begin`, wrapped so that it runs only before samplings whose calls are compiled."""
     worths = [each.worth for each in built.wrappers if each.worth is not None]
 
     def begin_compiled() -> None:
