@@ -38,10 +38,11 @@ from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
 from ..storage.base import Store
 from ..storage.graph_file import GraphFileError, StoredGraph
+from ..tracing.call_lock import call_lock
 from ..tracing.export import ExportedRegion, export_region
 from ..tracing.graph_request import GraphRequest
 from ..tracing.operators import register_operators
-from ..tracing.side_effects import turns, untouched
+from ..tracing.side_effects import untouched
 from .key import environment
 from .renewals import Renewals
 from .worker_pool import WorkerError, Workers
@@ -208,8 +209,10 @@ class GraphCache:
 
         Calls of networks on other threads go on meanwhile, unless the job `traces`.
         """
-        with turns.given_up():
-            return self._jobs.run(name, partial(_on, device, job), around=turns.alone if traces else nullcontext)
+        with call_lock.released():
+            return self._jobs.run(
+                name, partial(_on, device, job), around=call_lock.exclusive if traces else nullcontext
+            )
 
     def get_or_compile_all(
         self, requests: Sequence[GraphRequest], by: Requester, is_beside: bool, check: Callable[[], None] = lambda: None
@@ -275,7 +278,7 @@ class GraphCache:
         if entry := self._find(key, request.device):
             return self._found(entry, by)
         task = _Task(key, fields, request, by)
-        with turns.given_up(), self._claim(key):
+        with call_lock.released(), self._claim(key):
             if found := self._timed(task, lambda: self._load(task)):
                 return found
             _check_compiler(task)
@@ -402,7 +405,7 @@ class GraphCache:
         return self.run(task.request.region, timed, task.request.device)
 
     def _compile_in(self, task: _Task, place: CompileIn) -> tuple[CacheEntry, str]:
-        """Compile a graph, in this process or in a worker. Only work in this process takes turns."""
+        """Compile a graph, in this process or in a worker. Only work in this process takes the call lock."""
         region, backend, device = task.request.region, task.by.backend, task.request.device
         start = time.perf_counter()
         if place is CompileIn.PROCESS:

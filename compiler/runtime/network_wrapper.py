@@ -22,8 +22,8 @@ from torch import nn
 from ..common.reason import Reason, ReasonCode
 from ..common.timing import LatencyTracker, call_size
 from ..common.torch_compat import pytree
+from ..tracing.call_lock import call_lock
 from ..tracing.shape_discovery import ModelCall
-from ..tracing.side_effects import turns
 from .compiled_model import CompiledModel
 from .region_forward import RegionForward, eagerly
 from .running_call import RunningCall, entered
@@ -103,7 +103,7 @@ class NetworkWrapper:
             self.on_call()
             untypical = partial(self._is_untypical, call, kwargs)
             timed = self._timed(self.compiled.pace, args, kwargs, untypical)
-            with turns.shared():  # a trace on another thread replaces values for a while: those are no changes
+            with call_lock.shared():  # a trace on another thread replaces values for a while: those are no changes
                 is_watched = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
                     result = self._call_with_weights(call, args, kwargs, is_watched)
@@ -117,7 +117,7 @@ class NetworkWrapper:
         self.on_call()
         self.compiled.counters.add_eager(worth.reason)
         with (
-            turns.shared(),
+            call_lock.shared(),
             self._timed(worth.pace, args, kwargs, lambda: not self._is_comparable(kwargs)),
         ):
             return self._call_network(*args, **kwargs)

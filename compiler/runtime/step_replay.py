@@ -33,7 +33,7 @@ from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import ContextArguments
 from ..identity.fingerprint import network_code
 from ..identity.watch import Watch
-from ..tracing.side_effects import turns
+from ..tracing.call_lock import call_lock
 from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
 from .guards import Changed, ModuleGuard, TensorGuard
 from .running_call import RunningCall
@@ -292,7 +292,7 @@ class StepReplay:
             self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else ()
         capture = partial(self._capture, runs_first=True) if self._runs_first else self._capture
         # A capture clears caches that calls on other GPUs work with. A run before it may not take pages either.
-        with current(self._device), turns.alone(), self._weights.capturing():
+        with current(self._device), call_lock.exclusive(), self._weights.capturing():
             return _Captured(capture(fill, self._pool), own.tensors, result)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,87 +25,6 @@ from ..identity.libraries import LIBRARIES
 _OURS = __name__.partition(".compiler.")[0]
 _PURE = LIBRARIES | {"sympy", "mpmath", _OURS.partition(".")[0]}
 """Packages whose caches hold no tensors of a network."""
-
-
-class _Turns:
-    """A shared lock for calls of networks, which is exclusive for work that runs a network's code ahead of time."""
-
-    def __init__(self) -> None:
-        self._change = threading.Condition()
-        self._calls = 0
-        self._is_taken = False
-        self._own = threading.local()
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold a shared turn: wait for exclusive work to end. Turns of one thread nest."""
-        depth = getattr(self._own, "depth", 0)
-        if depth == 0:
-            with self._change:
-                self._change.wait_for(lambda: not self._is_taken)
-                self._calls += 1
-        self._own.depth = depth + 1
-        try:
-            yield
-        finally:
-            self._own.depth = depth
-            if depth == 0:
-                self._end_call()
-
-    @property
-    def _is_alone(self) -> bool:
-        return getattr(self._own, "is_alone", False)
-
-    def _end_call(self) -> None:
-        with self._change:
-            self._calls -= 1
-            self._change.notify_all()
-
-    @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Let others have the exclusive turn meanwhile: this thread, inside of a call, waits for something."""
-        depth = getattr(self._own, "depth", 0)
-        if depth == 0 or self._is_alone:
-            yield
-            return
-        self._own.depth = 0
-        self._end_call()
-        try:
-            yield
-        finally:
-            with self._change:
-                self._change.wait_for(lambda: not self._is_taken)
-                self._calls += 1
-            self._own.depth = depth
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the exclusive turn: keep new calls out, and wait for the running ones to end.
-
-        A thread inside of a call, with others on other devices, gives its shared turn up for it. Turns nest: whoever
-        holds the exclusive one may take any.
-        """
-        if self._is_alone:
-            yield
-            return
-        with self.given_up():
-            with self._change:
-                self._change.wait_for(lambda: not self._is_taken)
-                self._is_taken = True
-                self._change.wait_for(lambda: self._calls == 0)
-            self._own.depth, self._own.is_alone = 1, True  # what this thread calls meanwhile is its own
-            try:
-                yield
-            finally:
-                self._own.depth, self._own.is_alone = 0, False
-                with self._change:
-                    self._is_taken = False
-                    self._change.notify_all()
-
-
-turns = _Turns()
-"""Each call of a network takes a shared turn. A call ahead or a trace on another thread takes the exclusive one,
-because a call must not see the changes that are undone afterwards."""
 
 
 @contextmanager

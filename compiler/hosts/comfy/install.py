@@ -34,8 +34,8 @@ from ...runtime.region_kinds import Target
 from ...runtime.sampling import Announced, Beside
 from ...runtime.step_replay import StepReplay
 from ...runtime.worth import Worth
+from ...tracing.call_lock import call_lock
 from ...tracing.shape_discovery import ModelCall
-from ...tracing.side_effects import turns
 from . import comfy_compat, process, synthetic_calls
 from .coexistence import (
     CALLBACKS_KEY,
@@ -47,7 +47,7 @@ from .coexistence import (
     undo_network_first,
 )
 from .low_rank import LowRankBranches
-from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, take_turns
+from .other_devices import OtherDevices, Steps, Uncompiled, lines_of, lock_calls
 from .progress import BackgroundReport, ProgressReport
 from .request import Request
 from .rules.host import HOST
@@ -261,7 +261,7 @@ def _other_devices(target: PatchedNetwork, request: Request, status: Status) -> 
     def leave(patcher: Any) -> None:
         copied = for_copy(patcher)
         if copied.prefix:  # what samples, and may do so beside others
-            take_turns(patcher, copied.network, f"{copied.prefix}forward")
+            lock_calls(patcher, copied.network, f"{copied.prefix}forward")
 
     return OtherDevices(Steps(compile_copy, put_in, leave), lambda patcher: for_copy(patcher).network, status.tell)
 
@@ -514,7 +514,7 @@ def _call_around_samplings(
             begin()
 
     def at_end(patcher: Any) -> None:
-        with turns.alone(), current(device):
+        with call_lock.exclusive(), current(device):
             end()
 
     comfy_compat.call_around_samplings(target.patcher, CALLBACKS_KEY, begin and at_begin, end and at_end)

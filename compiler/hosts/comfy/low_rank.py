@@ -22,8 +22,8 @@ from torch import nn
 
 from ...common.inner_tensors import TENSOR_TYPES
 from ...common.reason import Unsupported
+from ...tracing.call_lock import call_lock
 from ...tracing.low_rank import STEP, attach, detach
-from ...tracing.side_effects import turns
 from . import comfy_compat
 from .lora_loss import Losses, losses
 from .read_weights import reads_weight
@@ -151,7 +151,7 @@ class Factors:
 
     def attach(self, network: nn.Module) -> None:
         """Give the layers their branches, unless they have them."""
-        with turns.shared():  # nobody looks at the network on another thread
+        with call_lock.shared():  # nobody looks at the network on another thread
             for path, pair in self._pairs.items() if not self._attached else ():
                 layer = network.get_submodule(path)
                 self._attached.append((layer, attach(layer, *pair)))
@@ -165,7 +165,7 @@ class Factors:
         finally:
             self.is_in_use = False
             attached, self._attached = self._attached, []
-            with turns.shared():
+            with call_lock.shared():
                 for layer, handle in attached:
                     detach(layer, handle)
 

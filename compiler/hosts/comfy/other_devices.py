@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...common.words import Words, join, say
-from ...tracing.side_effects import turns
+from ...tracing.call_lock import call_lock
 from . import comfy_compat
 from .coexistence import CALLBACKS_KEY, foreign_forward, take_ours_out
 
@@ -127,11 +127,11 @@ class UncompiledNetwork:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         network = self._network()
-        with turns.shared():
+        with call_lock.shared():
             return self.inner(*args, **kwargs) if self.inner else type(network).forward(network, *args, **kwargs)
 
 
-def take_turns(patcher: Any, network: nn.Module, name: str) -> None:
+def lock_calls(patcher: Any, network: nn.Module, name: str) -> None:
     """Have calls of a patcher's network without graphs wait for what traces code, and the other way round.
 
     `name` is what the patcher calls the network's `forward`.

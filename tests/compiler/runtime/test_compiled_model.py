@@ -22,8 +22,8 @@ from compiled_graphs.compiler.runtime.running_call import RunningCall, entered
 from compiled_graphs.compiler.storage.graph_file import StoredGraph, read_manifest, write_graphs
 from compiled_graphs.compiler.storage.store import FolderStore
 from compiled_graphs.compiler.storage.trust import Trust
+from compiled_graphs.compiler.tracing.call_lock import call_lock
 from compiled_graphs.compiler.tracing.shape_discovery import SMALL
-from compiled_graphs.compiler.tracing.side_effects import turns
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -840,7 +840,7 @@ def test_calls_on_two_devices_run_at_the_same_time():
     x = torch.randn(2, 9, WIDTH)
 
     def run(network):
-        with torch.no_grad(), entered(RunningCall(None)), turns.shared():
+        with torch.no_grad(), entered(RunningCall(None)), call_lock.shared():
             results.append(network(x))
 
     threads = [threading.Thread(target=run, args=(network,)) for network in networks]

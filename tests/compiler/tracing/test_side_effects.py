@@ -14,7 +14,7 @@ import torch
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.random_state import same_random_numbers
 from compiled_graphs.compiler.tracing import side_effects
-from compiled_graphs.compiler.tracing.side_effects import _Turns, untouched
+from compiled_graphs.compiler.tracing.side_effects import untouched
 from networks import call_with, install
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -201,90 +201,6 @@ def test_random_states_are_restored():
     with same_random_numbers(torch.device("cpu")):
         draw()
     assert draw() == expected
-
-
-def test_exclusive_turn_waits_for_a_running_call():
-    turns, order, inside, go = _Turns(), [], threading.Event(), threading.Event()
-
-    def look_ahead():
-        with turns.alone():
-            order.append("ahead")
-
-    def call():
-        with turns.shared(), turns.shared():
-            inside.set()
-            go.wait()
-            order.append("call")
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    inside.wait()
-    looker = threading.Thread(target=look_ahead)
-    looker.start()
-    go.set()
-    caller.join()
-    looker.join()
-    assert order == ["call", "ahead"]
-
-
-def test_a_call_that_looks_ahead_waits_for_calls_on_other_devices():
-    turns, order, inside, go = _Turns(), [], threading.Event(), threading.Event()
-
-    def call():
-        with turns.shared():
-            inside.set()
-            go.wait()
-            order.append("other device")
-
-    def call_and_look_ahead():
-        with turns.shared():
-            go.set()
-            with turns.alone(), turns.shared(), turns.given_up(), turns.alone():  # what it calls meanwhile is its own
-                order.append("ahead")
-            order.append("call")
-
-    other, looker = threading.Thread(target=call), threading.Thread(target=call_and_look_ahead)
-    other.start()
-    inside.wait()
-    looker.start()
-    looker.join()
-    other.join()
-    assert order == ["other device", "ahead", "call"]
-    with turns.alone():  # every turn was given back
-        pass
-
-
-def test_two_calls_may_look_ahead_at_the_same_time():
-    turns, order, both = _Turns(), [], threading.Barrier(2)
-
-    def call():
-        with turns.shared():
-            both.wait()
-            with turns.alone():
-                order.append("begin")
-                order.append("end")
-
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert order == ["begin", "end"] * 2
-
-
-def test_a_call_that_waits_for_a_job_lets_others_look_ahead():
-    turns = _Turns()
-    ahead = []
-
-    def look_ahead():
-        with turns.alone():
-            ahead.append(True)
-
-    with turns.shared(), turns.given_up():
-        looker = threading.Thread(target=look_ahead)
-        looker.start()
-        looker.join()
-    assert ahead
 
 
 def test_threads_that_keep_random_numbers_do_not_restore_what_others_drew():

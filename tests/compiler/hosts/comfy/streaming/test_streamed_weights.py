@@ -17,7 +17,7 @@ from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.streaming import casts, channels_last, streamed_weights, vbar_places
 from compiled_graphs.compiler.runtime import step_replay
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
-from compiled_graphs.compiler.tracing.side_effects import turns
+from compiled_graphs.compiler.tracing.call_lock import call_lock
 from recorders import repeat
 from rows import adapted, low_rank
 from vbar import PAGE, VBAR, Stream, stream
@@ -489,7 +489,7 @@ def test_a_sampling_does_not_end_within_a_call_of_another_thread(model, sample, 
     is_inside, may_leave, ended = threading.Event(), threading.Event(), threading.Event()
 
     def be_inside():
-        with turns.shared():
+        with call_lock.shared():
             is_inside.set()
             may_leave.wait(60)
 
