@@ -140,7 +140,7 @@ def _role_report(role: Role) -> dict[str, Any]:
         "eager": summary.eager if summary else 0,
         "graphs": [row for kind in kinds for row in _rows(kind)],
         "speed_up": speed_up(timed),
-        "paces": [asdict(figure) for figure in model.pace.figures()] if model else [],
+        "paces": [asdict(figure) for figure in model.latency.figures()] if model else [],
     }
     return gauges | _counts(role.counters)
 

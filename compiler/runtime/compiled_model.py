@@ -55,7 +55,7 @@ class CompiledModel:
         options: Options = DEFAULTS,
     ) -> None:
         self.counters = Counters(parent=totals)
-        self.pace = LatencyTracker()
+        self.latency = LatencyTracker()
         """What calls of the network take; told by whoever makes them."""
         self.host = target.host
         self.weights = target.host.network_weights(network, target.device)
@@ -211,7 +211,7 @@ class CompiledModel:
 
     def _gain(self, kinds: Iterable[KindInUse]) -> Gain | None:
         timings = [(kind.blocks, [entry.timing for entry in kind.graphs]) for kind in kinds if kind.graphs]
-        called = next(reversed(self.pace.figures()), None)
+        called = next(reversed(self.latency.figures()), None)
         return gain(timings, called, replays=self._has_replayed)
 
     def trial(self) -> AbstractContextManager[None]:

@@ -28,8 +28,8 @@ from .compiled_model import CompiledModel
 from .region_forward import RegionForward, eagerly
 from .running_call import RunningCall, entered
 from .sampling import EachCall, Sampling
+from .speed_trial import SpeedTrial
 from .step_replay import StepReplay
-from .worth import Worth
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +70,15 @@ class NetworkWrapper:
         self._repeat = repeat
         self.step_replay: StepReplay | None = None
         """If set, replays repeated calls as CUDA graphs, without Python."""
-        self.worth: Worth | None = None
+        self.speed_trial: SpeedTrial | None = None
         """If set, has calls made uncompiled where compiled ones are slower."""
         self.device: torch.device | None = None
         """Where the network runs, for calls without tensors."""
         self.on_call: Callable[[], None] = lambda: None
         """Called before each call of the network."""
         self.on_setup: Callable[[], None] = lambda: None
-        """Called after a call that compiled, loaded, checked or captured something. For a network that belongs to no sampling
-        also when it is decided how its calls are made."""
+        """Called after a call that compiled, loaded, checked or captured something. For a network of no
+        sampling also when it is decided how its calls are made."""
         self.sampling: Sampling = EachCall()
         """Tells whether this call belongs to a sampling whose network was checked already."""
         self._forwards: dict[str, RegionForward] = {}
@@ -90,11 +90,11 @@ class NetworkWrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile, which traces this call, compiles the blocks as well
             return self._call_network(*args, **kwargs)
-        if self.worth is not None:
+        if self.speed_trial is not None:
             if isinstance(self.sampling, EachCall):
-                self._decide_alone(self.worth)
-            if self.worth.is_plain:
-                return self._call_plain(self.worth, args, kwargs)
+                self._decide_between_calls(self.speed_trial)
+            if self.speed_trial.runs_eagerly:
+                return self._call_eagerly(self.speed_trial, args, kwargs)
         size = call_size(args, kwargs)
         call = RunningCall(self.compiled, lambda: self._repeat(self._network(), self.method, args, kwargs), size)
         if self.compiled.host.runs_inside(self._context_in(kwargs)):
@@ -102,7 +102,7 @@ class NetworkWrapper:
         with entered(call):
             self.on_call()
             untypical = partial(self._is_untypical, call, kwargs)
-            timed = self._timed(self.compiled.pace, args, kwargs, untypical)
+            timed = self._timed(self.compiled.latency, args, kwargs, untypical)
             with call_lock.shared():  # a trace on another thread replaces values for a while: those are no changes
                 is_watched = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
@@ -112,13 +112,13 @@ class NetworkWrapper:
                 self.on_setup()
             return result
 
-    def _call_plain(self, worth: Worth, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _call_eagerly(self, trial: SpeedTrial, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Make a call as if nothing were compiled, and time it."""
         self.on_call()
-        self.compiled.counters.add_eager(worth.reason)
+        self.compiled.counters.add_eager(trial.reason)
         with (
             call_lock.shared(),
-            self._timed(worth.pace, args, kwargs, lambda: not self._is_comparable(kwargs)),
+            self._timed(trial.latency, args, kwargs, lambda: not self._is_comparable(kwargs)),
         ):
             return self._call_network(*args, **kwargs)
 
@@ -129,11 +129,11 @@ class NetworkWrapper:
         brings_weights = isinstance(self.sampling, EachCall) and not self.compiled.weights.are_there
         return pace.timed(self.method, args, kwargs, is_left_out, self.device, brings_weights)
 
-    def _decide_alone(self, worth: Worth) -> None:
+    def _decide_between_calls(self, trial: SpeedTrial) -> None:
         """Decide how a call that belongs to no sampling is made, by the calls before it."""
         self.end_sampling()
-        if worth.factor != self._told:  # another node on the same VAE may have decided
-            self._told = worth.factor
+        if trial.factor != self._told:  # another node on the same VAE may have decided
+            self._told = trial.factor
             self.on_setup()
 
     def end_sampling(self) -> None:
@@ -141,13 +141,15 @@ class NetworkWrapper:
 
         A doubt comes from the timed blocks of all methods, the decision from whole calls of this one.
         """
-        if self.worth is None:
+        if self.speed_trial is None:
             return
         is_final = not self._is_busy() and (self.step_replay is None or self.step_replay.is_settled)
         gain = self.compiled.gain() if is_final else None
-        was_left = self.worth.is_left
-        self.worth.end_sampling(gain, [each for each in self.compiled.pace.figures() if each.method == self.method])
-        if self.worth.is_left and not was_left and self.step_replay is not None:
+        had_fallen_back = self.speed_trial.has_fallen_back
+        self.speed_trial.end_sampling(
+            gain, [each for each in self.compiled.latency.figures() if each.method == self.method]
+        )
+        if self.speed_trial.has_fallen_back and not had_fallen_back and self.step_replay is not None:
             self.step_replay.forget()
 
     def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:

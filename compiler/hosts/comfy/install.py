@@ -32,8 +32,8 @@ from ...runtime.network_wrapper import NetworkWrapper, VAEWrapper
 from ...runtime.region_forward import RegionForward
 from ...runtime.region_kinds import Target
 from ...runtime.sampling import Announced, Beside
+from ...runtime.speed_trial import SpeedTrial
 from ...runtime.step_replay import StepReplay
-from ...runtime.worth import Worth
 from ...tracing.call_lock import call_lock
 from ...tracing.shape_discovery import ModelCall
 from . import comfy_compat, process, synthetic_calls
@@ -56,11 +56,11 @@ from .texts import (
     branches_line,
     capture_line,
     counts_text,
-    left_line,
-    left_lines,
     no_branches,
+    slower_line,
     status_text,
     uncompiled_line,
+    untouched_lines,
     with_measured,
 )
 
@@ -70,7 +70,7 @@ Report = ProgressReport | BackgroundReport
 
 
 _STEP_REPLAY = "step replay"
-_worths: weakref.WeakKeyDictionary[nn.Module, dict[tuple, Worth]] = weakref.WeakKeyDictionary()
+_speed_trials: weakref.WeakKeyDictionary[nn.Module, dict[tuple, SpeedTrial]] = weakref.WeakKeyDictionary()
 """By network, and by what clones have in common that run the same graphs."""
 
 
@@ -158,11 +158,11 @@ class Status:
         entrance = next(iter(self._alive()), None)
         if entrance is None:
             return ""
-        compiled, worth = entrance.compiled, entrance.worth
+        compiled, trial = entrance.compiled, entrance.speed_trial
         is_busy = compiled.background is not None and compiled.background.is_busy
-        summary = compiled.summary() if worth is None else with_measured(compiled.summary(), worth)
+        summary = compiled.summary() if trial is None else with_measured(compiled.summary(), trial)
         stands = status_text(summary, self._request.source, is_busy, self._samples)
-        steps = left_line(worth) or next((line for each in self._alive() if (line := capture_line(each))), "")
+        steps = slower_line(trial) or next((line for each in self._alive() if (line := capture_line(each))), "")
         beside = [lines_of(text, device) for device, each in self.copies.items() if (text := each.text())]
         beside += self.others.lines() if self.others else []
         self._told = join([stands, *self.refused, steps, branches_line(self.branches), *self._left, *beside])
@@ -277,7 +277,7 @@ def _choose(target: PatchedNetwork, request: Request) -> Chosen | Refused:
     """Return what is compiled and by which backend, or why nothing is."""
     set_aside = set_torch_compile_aside(target.patcher)
     regions, taken = free_regions(target.patcher, target.network, target.prefix, target.calls)
-    left = left_lines(taken, target.network, set_aside)
+    left = untouched_lines(taken, target.network, set_aside)
     backend, reason = choose_backend(_backend_name(request, regions), target.device, only_loads=True)
     if backend is None:
         return Refused(reason)
@@ -389,7 +389,7 @@ def _attach(target: PatchedNetwork, request: Request, made: Made) -> None:
         target.patcher.add_object_patch(target.prefix + each.method, each)
     announces = bool(target.prefix) and comfy_compat.announces_samplings(target.patcher)
     if request.backend == AUTO and times_itself(target.device):
-        _leave_what_is_slower(target, chosen, built, announces)
+        _add_speed_trial(target, chosen, built, announces)
     if announces:
         _announce_samplings(target, built)
         _arrange_weights(target, chosen, built)
@@ -430,31 +430,31 @@ def _arrange_weights(target: PatchedNetwork, chosen: Chosen, built: Built) -> No
 
 def _if_compiled(built: Built, begin: Callable[[], None]) -> Callable[[], None]:
     """Return `begin`, wrapped so that it runs only before samplings whose calls are compiled."""
-    worths = [each.worth for each in built.wrappers if each.worth is not None]
+    trials = [each.speed_trial for each in built.wrappers if each.speed_trial is not None]
 
     def begin_compiled() -> None:
-        if not any(worth.is_plain for worth in worths):
+        if not any(trial.runs_eagerly for trial in trials):
             begin()
 
     return begin_compiled
 
 
-def _leave_what_is_slower(target: PatchedNetwork, chosen: Chosen, built: Built, announces: bool) -> None:
+def _add_speed_trial(target: PatchedNetwork, chosen: Chosen, built: Built, announces: bool) -> None:
     """Have a network run uncompiled if that is faster. A VAE's decoder may be left so; its encoder stays compiled.
 
     It is decided once for all clones that run the same graphs. `announces` says that ComfyUI tells of samplings.
     """
     entrance = built.wrappers[0]
     if announces:
-        worth = Worth()
+        trial = SpeedTrial()
     elif isinstance(entrance, VAEWrapper):
-        worth = Worth.of_decoder()
+        trial = SpeedTrial.of_decoder()
     elif entrance.method == ENCODE:
-        worth = Worth.of_encoder()
+        trial = SpeedTrial.of_encoder()
     else:
-        worth = Worth.of_calls()
-    known = _worths.setdefault(target.network, {})
-    entrance.worth = known.setdefault(_same_graphs(target, chosen), worth)
+        trial = SpeedTrial.of_calls()
+    known = _speed_trials.setdefault(target.network, {})
+    entrance.speed_trial = known.setdefault(_same_graphs(target, chosen), trial)
 
 
 def times_itself(device: torch.device) -> bool:

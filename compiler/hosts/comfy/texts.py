@@ -14,8 +14,8 @@ from ...common.words import Words, join, say
 from ...identity.regions import is_torch_compiled
 from ...registry.explanations import explanation_words, reason_words
 from ...runtime.network_wrapper import NetworkWrapper
+from ...runtime.speed_trial import SpeedTrial
 from ...runtime.summary import Summary
-from ...runtime.worth import Worth
 from .low_rank import LowRankBranches
 
 SAME = 0.05
@@ -59,21 +59,21 @@ def gain_text(gain: Gain, samples: bool) -> Words:
     return say("About {factor:.1f}x slower per step." if samples else "About {factor:.1f}x slower.", factor=slower)
 
 
-def with_measured(summary: Summary, worth: Worth) -> Summary:
+def with_measured(summary: Summary, trial: SpeedTrial) -> Summary:
     """Return a summary with the gain of steps that were timed both ways, if they were; without, if a model is left."""
-    if worth.factor is None:
+    if trial.factor is None:
         return summary
-    return replace(summary, gain=None if worth.is_left else Gain(worth.factor, True))
+    return replace(summary, gain=None if trial.has_fallen_back else Gain(trial.factor, True))
 
 
-def left_line(worth: Worth | None) -> Words | str:
+def slower_line(trial: SpeedTrial | None) -> Words | str:
     """Return why a model goes on uncompiled, and how it is compiled anyway; nothing for one that is compiled."""
-    if worth is None or not worth.is_left:
+    if trial is None or not trial.has_fallen_back:
         return ""
     return say(
         "Left uncompiled: compiled, it ran at {factor:.2f}x the normal speed here. "
         "Choose the backend inductor to compile anyway.",
-        factor=worth.factor,
+        factor=trial.factor,
     )
 
 
@@ -182,7 +182,7 @@ def in_words(region: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z0-9])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name.replace("UNet", "Unet")).lower()
 
 
-def left_lines(taken: int, network: nn.Module, set_aside: bool) -> list[Words]:
+def untouched_lines(taken: int, network: nn.Module, set_aside: bool) -> list[Words]:
     """Return what is left alone or set aside, each as a line."""
     lines = []
     if taken == 1:

@@ -155,11 +155,11 @@ def test_an_entrance_times_its_calls(clock):
     network = Slow()
     nothing_new = {"follow": lambda: False, "watch_over": lambda: False, "note_call": lambda call: None}
     compiled = SimpleNamespace(
-        pace=LatencyTracker(), background=None, host=Host(), weights=ResidentWeights(), **nothing_new
+        latency=LatencyTracker(), background=None, host=Host(), weights=ResidentWeights(), **nothing_new
     )
     network.forward = NetworkWrapper(network, "forward", None, compiled)
     network(torch.zeros(2, 3))
-    (figure,) = compiled.pace.figures()
+    (figure,) = compiled.latency.figures()
     assert (figure.shape, figure.seconds) == ((2, 3), 0.25)
 
 

@@ -54,7 +54,7 @@ class FakeCompiledModel:
     def __init__(self):
         self.changed = self.is_due = False
         self.counters = Counters()
-        self.pace = SimpleNamespace(timed=lambda *call, **where: nullcontext())
+        self.latency = SimpleNamespace(timed=lambda *call, **where: nullcontext())
         self.ended = []
 
     def follow(self):
@@ -313,44 +313,44 @@ def test_a_block_that_is_gone_is_left_out():
     assert network(torch.ones(1)) == 4
 
 
-class FixedWorth:
+class FixedTrial:
     """Says how calls are made, and what it is told."""
 
-    def __init__(self, is_plain=False, is_left=False):
-        self.is_plain, self.is_left = is_plain, is_left
+    def __init__(self, runs_eagerly=False, has_fallen_back=False):
+        self.runs_eagerly, self.has_fallen_back = runs_eagerly, has_fallen_back
         self.reason, self.factor = OVERFLOWED, None
-        self.pace = SimpleNamespace(timed=lambda *call, **where: nullcontext())
+        self.latency = SimpleNamespace(timed=lambda *call, **where: nullcontext())
         self.told = []
 
     def end_sampling(self, gain, figures):
         self.told.append(gain)
-        self.is_left = self.is_plain = True
+        self.has_fallen_back = self.runs_eagerly = True
         self.factor = 0.8
 
 
 def test_a_call_of_no_sampling_is_decided_by_those_before_it_and_told_once():
     network, told = Pair(), []
     entrance = enter(network)
-    entrance.compiled.gain, entrance.compiled.pace.figures = lambda: 0.5, lambda: []
-    entrance.worth, entrance.on_setup = FixedWorth(), lambda: told.append(entrance.worth.factor)
+    entrance.compiled.gain, entrance.compiled.latency.figures = lambda: 0.5, lambda: []
+    entrance.speed_trial, entrance.on_setup = FixedTrial(), lambda: told.append(entrance.speed_trial.factor)
     for _ in range(2):
         network(torch.ones(1))
-    assert entrance.worth.told == [0.5, 0.5]
+    assert entrance.speed_trial.told == [0.5, 0.5]
     assert told == [0.8]
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_a_call_that_has_its_weights_brought_is_timed_apart(is_plain):
+@pytest.mark.parametrize("runs_eagerly", [False, True])
+def test_a_call_that_has_its_weights_brought_is_timed_apart(runs_eagerly):
     network = Pair()
     entrance = enter(network)
-    entrance.worth = FixedWorth(is_plain=is_plain)
-    entrance.worth.end_sampling = lambda gain, figures: None
-    entrance.worth.pace = entrance.compiled.pace = LatencyTracker()
+    entrance.speed_trial = FixedTrial(runs_eagerly=runs_eagerly)
+    entrance.speed_trial.end_sampling = lambda gain, figures: None
+    entrance.speed_trial.latency = entrance.compiled.latency = LatencyTracker()
     entrance.compiled.gain = lambda: None
     for are_there in (False, True, True):
         entrance.compiled.weights.are_there = are_there
         network(torch.ones(1))
-    figures = entrance.compiled.pace.figures()
+    figures = entrance.compiled.latency.figures()
     assert [(figure.brings_weights, figure.calls) for figure in figures] == [(True, 1), (False, 2)]
 
 
@@ -358,14 +358,14 @@ def test_a_call_that_is_made_uncompiled_is_the_networks_own():
     network, played = Pair(), []
     entrance = enter(network)
     entrance.install_while_running(serving(network, first=lambda x: x * 8, second=lambda x: x * 3))
-    entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth(is_plain=True)
+    entrance.step_replay, entrance.speed_trial = FakeStepReplay(), FixedTrial(runs_eagerly=True)
     entrance.sampling = Announced()
     entrance.on_call = lambda: played.append(True)
     assert network(torch.ones(1)) == 0.25
     assert entrance.step_replay.served == 0
     assert entrance.compiled.counters.eager_calls == {OVERFLOWED: 1}
     assert played == [True], "the registry still knows who runs the model"
-    entrance.worth.is_plain = False
+    entrance.speed_trial.runs_eagerly = False
     assert network(torch.ones(1)) == 24
 
 
@@ -373,8 +373,8 @@ def test_recordings_of_a_model_that_is_left_are_dropped_once():
     network = Pair()
     entrance = enter(network)
     entrance.compiled.gain = lambda: 0.5
-    entrance.compiled.pace.figures = lambda: []
-    entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth()
+    entrance.compiled.latency.figures = lambda: []
+    entrance.step_replay, entrance.speed_trial = FakeStepReplay(), FixedTrial()
     entrance.end_sampling()
     entrance.end_sampling()
     assert entrance.step_replay.forgotten == 1
@@ -384,12 +384,12 @@ def test_recordings_of_a_model_that_is_left_are_dropped_once():
 def test_a_gain_is_final_once_graphs_and_recordings_are_made(is_busy, is_settled):
     entrance = enter(Pair())
     entrance.compiled.gain = lambda: 0.5
-    entrance.compiled.pace.figures = lambda: []
+    entrance.compiled.latency.figures = lambda: []
     entrance.compiled.background = SimpleNamespace(is_busy=is_busy)
-    entrance.step_replay, entrance.worth = FakeStepReplay(), FixedWorth()
+    entrance.step_replay, entrance.speed_trial = FakeStepReplay(), FixedTrial()
     entrance.step_replay.is_settled = is_settled
     entrance.end_sampling()
-    assert entrance.worth.told == [0.5 if is_settled and not is_busy else None]
+    assert entrance.speed_trial.told == [0.5 if is_settled and not is_busy else None]
 
 
 def test_without_a_choice_nothing_is_decided():

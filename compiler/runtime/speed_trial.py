@@ -1,7 +1,7 @@
-"""Whether a network is worth its graphs. Where it is slower with them, it goes on without, decided once and for good.
+"""Falls back to eager for good if a network is slower with its graphs.
 
-Blocks timed one by one raise a doubt, and no more: they say nothing of what runs between them, nor of steps that are
-replayed without Python. So steps are then made uncompiled for a sampling or two, and timed as the compiled ones were.
+Blocks that are timed one by one can only raise a doubt. They say nothing of what runs between them, nor of steps that
+are replayed without Python. So one or two samplings then run uncompiled, and are timed as the compiled ones were.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ ENOUGH_ALONE, MOST_ALONE = 3, 6
 
 
 class _State(Enum):
-    UNDOUBTED = auto()
-    TRIED = auto()
-    KEPT = auto()
-    LEFT = auto()
+    COMPILED = auto()
+    TIMES_EAGER = auto()
+    KEEPS_GRAPHS = auto()
+    RUNS_EAGERLY = auto()
 
 
-class Worth:
-    """What is known of a network, by the calls of one of its methods. Lasts as long as the network."""
+class SpeedTrial:
+    """The trial of one network, by the calls of one of its methods. Lasts as long as the network."""
 
     @classmethod
-    def of_calls(cls) -> Worth:
-        """Return the worth of a network that is called once a step and not told when a sampling ends.
+    def of_calls(cls) -> SpeedTrial:
+        """Return the trial of a network that is called once a step and not told when a sampling ends.
 
         That is a ControlNet, or a model in a ComfyUI from before 2025.
         """
         return cls(ENOUGH_CALLS, 2 * ENOUGH_CALLS)
 
     @classmethod
-    def of_decoder(cls) -> Worth:
-        """Return the worth of a VAE's decoder, whose calls belong to no sampling."""
+    def of_decoder(cls) -> SpeedTrial:
+        """Return the trial of a VAE's decoder, whose calls belong to no sampling."""
         return cls(ENOUGH_ALONE, MOST_ALONE)
 
     @classmethod
-    def of_encoder(cls) -> Worth:
-        """Return the worth of a text encoder. It is always doubted: its blocks are so small that what runs between
+    def of_encoder(cls) -> SpeedTrial:
+        """Return the trial of a text encoder. It is always doubted: its blocks are so small that what runs between
         them takes as long. The uncompiled prompts that this takes are few: T5-XXL takes 0.05 s longer for each.
         """
         return cls(ENOUGH_ALONE, MOST_ALONE, doubted=math.inf)
@@ -60,11 +60,11 @@ class Worth:
     def __init__(
         self, enough_calls: int = ENOUGH_CALLS, most_samplings: int = MOST_SAMPLINGS, doubted: float = DOUBTED
     ) -> None:
-        self.pace = LatencyTracker()
+        self.latency = LatencyTracker()
         """What uncompiled calls take; told by whoever makes them."""
         self.factor: float | None = None
         """What compiled calls gain over uncompiled ones of their size, as measured; None before a decision."""
-        self._state = _State.UNDOUBTED
+        self._state = _State.COMPILED
         self._compiled: dict[tuple, float] = {}
         """The seconds of compiled calls, by what makes calls alike."""
         self._samplings = 0
@@ -73,19 +73,19 @@ class Worth:
         self._doubted = doubted
 
     @property
-    def is_plain(self) -> bool:
+    def runs_eagerly(self) -> bool:
         """Whether the calls of the running sampling are made uncompiled."""
-        return self._state in (_State.TRIED, _State.LEFT)
+        return self._state in (_State.TIMES_EAGER, _State.RUNS_EAGERLY)
 
     @property
-    def is_left(self) -> bool:
+    def has_fallen_back(self) -> bool:
         """Whether it was decided that the network goes on uncompiled."""
-        return self._state is _State.LEFT
+        return self._state is _State.RUNS_EAGERLY
 
     @property
     def reason(self) -> Reason:
         """Why calls are made uncompiled, while they are."""
-        if self.is_left:
+        if self.has_fallen_back:
             return Reason(ReasonCode.SLOWER, f"{self.factor:.2f}x")
         return Reason(ReasonCode.TIMED_UNCOMPILED)
 
@@ -94,22 +94,22 @@ class Worth:
 
         `gain` is what the network seems to gain, if that is final, and `figures` are those of its compiled calls.
         """
-        if self._state is _State.UNDOUBTED and gain is not None and gain.factor < self._doubted:
+        if self._state is _State.COMPILED and gain is not None and gain.factor < self._doubted:
             self._compiled = self._by_size(figures)
-            self._state = _State.TRIED if self._compiled else _State.UNDOUBTED
-        elif self._state is _State.TRIED:
+            self._state = _State.TIMES_EAGER if self._compiled else _State.COMPILED
+        elif self._state is _State.TIMES_EAGER:
             self._samplings += 1
             self._compare()
 
     def _compare(self) -> None:
-        plain = self._by_size(self.pace.figures())
+        plain = self._by_size(self.latency.figures())
         both = {kind: seconds for kind, seconds in plain.items() if kind in self._compiled}
         if both:
             kind, seconds = both.popitem()  # the size that was called last
             self.factor = seconds / self._compiled[kind]
-            self._state = _State.LEFT if self.factor < MARGIN else _State.KEPT
+            self._state = _State.RUNS_EAGERLY if self.factor < MARGIN else _State.KEEPS_GRAPHS
         elif self._samplings >= self._most_samplings:
-            self._state = _State.KEPT
+            self._state = _State.KEEPS_GRAPHS
 
     def _by_size(self, figures: Iterable[CallTime]) -> dict[tuple, float]:
         enough = (figure for figure in figures if figure.calls >= self._enough_calls)

@@ -12,7 +12,7 @@ from compiled_graphs.compiler.common.timing import CallTime, Timing
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install
 from compiled_graphs.compiler.hosts.comfy.synthetic_prompts import ENCODE
-from compiled_graphs.compiler.runtime.worth import ENOUGH_CALLS
+from compiled_graphs.compiler.runtime.speed_trial import ENOUGH_CALLS
 from encoders import TABLE
 from recorders import repeat
 from rows import control_net, hinted
@@ -53,7 +53,7 @@ def compiled(model, backend="auto", **options):
     """Compile; what is timed afterwards is what the tests say: a step takes one second."""
     options = {"verify": False, "capture": False} | options
     ours, text = host.compile_model(model, host.Request(backend, **options))
-    entrance(ours).compiled.pace = Fed(1.0)
+    entrance(ours).compiled.latency = Fed(1.0)
     return ours, text
 
 
@@ -62,8 +62,8 @@ def feed(model, eager=0.9, uncompiled=0.8):
     for kind in entrance(model).compiled.kinds():
         for graph in kind.graphs:
             graph.timing = Timing(eager, 1.0)
-    if entrance(model).worth is not None:
-        entrance(model).worth.pace = Fed(uncompiled)
+    if entrance(model).speed_trial is not None:
+        entrance(model).speed_trial.latency = Fed(uncompiled)
 
 
 def regions_called(model, sample):
@@ -149,7 +149,7 @@ def compiled_vae(vae, backend="auto", **options):
 
 def feed_vae(vae, uncompiled):
     """Have the graphs seem slower, and whole decodes take one second or so long."""
-    decoder(vae).compiled.pace, decoder(vae).worth.pace = Fed(1.0, "decode"), Fed(uncompiled, "decode")
+    decoder(vae).compiled.latency, decoder(vae).speed_trial.latency = Fed(1.0, "decode"), Fed(uncompiled, "decode")
     for kind in decoder(vae).compiled.kinds():
         for graph in kind.graphs:
             graph.timing = Timing(0.9, 1.0)
@@ -211,9 +211,9 @@ def test_decodes_that_are_left_do_not_count_as_calls_of_blocks(vae, registry):
 def test_encodes_say_nothing_of_a_decoder(vae, registry):
     ours, _ = compiled_vae(vae)
     feed_vae(ours, uncompiled=0.8)
-    decoder(ours).compiled.pace = Fed(1.0, "encode")
+    decoder(ours).compiled.latency = Fed(1.0, "encode")
     assert [decodes(ours)[1] for _ in range(3)] == [True] * 3
-    assert ours.patcher.object_patches["encode"].worth is None
+    assert ours.patcher.object_patches["encode"].trial is None
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_text_encoder_is_compared_without_a_doubt(encoder, registry, uncompile
     expected, is_compiled = encodes(ours)
     assert is_compiled
     entrance = ours.patcher.object_patches[ENCODE]
-    entrance.compiled.pace, entrance.worth.pace = Fed(1.0, ENCODE), Fed(uncompiled, ENCODE)
+    entrance.compiled.latency, entrance.speed_trial.latency = Fed(1.0, ENCODE), Fed(uncompiled, ENCODE)
     for kind in entrance.compiled.kinds():
         for graph in kind.graphs:
             graph.timing = Timing(5.0, 1.0)
@@ -250,7 +250,7 @@ def test_a_slower_control_net_is_left_within_a_sampling(model, sample, registry,
     ours, _ = host.compile_control_net(control, host.Request("auto", verify=False, on_change=told.append))
     expected = sample(model, NAME, **hinted(ours, 0.8))
     made = ours.control_model_wrapped.object_patches["forward"]
-    made.compiled.pace, made.worth.pace = Fed(1.0), Fed(uncompiled)
+    made.compiled.latency, made.speed_trial.latency = Fed(1.0), Fed(uncompiled)
     for kind in made.compiled.kinds():
         for graph in kind.graphs:
             graph.timing = Timing(0.9, 1.0)
@@ -287,12 +287,12 @@ def test_steps_are_recorded_before_there_is_a_doubt(model, sample, registry, mon
     replay = entrance(ours).step_replay
     sample(ours, NAME)
     assert not replay.is_settled
-    assert not entrance(ours).worth.is_plain
+    assert not entrance(ours).speed_trial.runs_eagerly
     sample(ours, NAME, steps=9)
     assert replay.is_settled
-    assert entrance(ours).worth.is_plain
+    assert entrance(ours).speed_trial.runs_eagerly
     sample(ours, NAME, steps=9)
-    assert entrance(ours).worth.is_left
+    assert entrance(ours).speed_trial.has_fallen_back
     assert not replay._states
 
 
@@ -303,7 +303,7 @@ def test_a_streamed_model_is_left_to_the_host(load, sample, registry, request):
     ours, _ = compiled(stream(load(NAME), request.getfixturevalue("vbar")))
     feed(ours)
     images = [sample(ours, NAME) for _ in range(3)]
-    assert entrance(ours).worth.is_left
+    assert entrance(ours).speed_trial.has_fallen_back
     assert [torch.allclose(image, expected, atol=1e-3) for image in images] == [True] * 3
     assert request.getfixturevalue("vbar").pinned == 0
 
