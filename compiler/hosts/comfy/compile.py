@@ -16,8 +16,9 @@ from ...identity.graph_spec import CompiledGraph
 from ...runtime.compiled_model import CompiledModel
 from . import comfy_compat, synthetic_calls, synthetic_prompts
 from .coexistence import clone_without_ours, replaces_network
-from .install import PatchedNetwork, install, lists_encoder
+from .install import install, lists_encoder
 from .other_devices import device_of
+from .patched_network import PatchedNetwork
 from .request import ANYTHING, Request
 from .rules.host import HOST
 from .texts import network_kind, no_network_text

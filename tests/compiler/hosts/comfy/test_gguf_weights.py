@@ -8,7 +8,7 @@ import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, low_rank, synthetic_calls, worker_setup
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, low_rank, sampling_hooks, synthetic_calls, worker_setup
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.deep_cache import Settings, use_deep_cache
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
@@ -132,8 +132,8 @@ def test_a_worker_process_makes_the_graph_of_a_gguf_model(gguf, workers):
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.F16])
 def test_steps_of_a_gguf_model_are_replayed(kind, gguf, sample, registry, monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(install, "can_capture", lambda device: True)
-        monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+        monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+        monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
     model = gguf(kind)
     if not hasattr(model, "add_callback_with_key"):
         pytest.skip("this ComfyUI does not say when a sampling ends")

@@ -18,7 +18,14 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache
 from compiled_graphs.compiler.compile_cache.worker_pool import Workers
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install, lora_loss, low_rank, process, worker_setup
+from compiled_graphs.compiler.hosts.comfy import (
+    comfy_compat,
+    lora_loss,
+    low_rank,
+    process,
+    sampling_hooks,
+    worker_setup,
+)
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.low_rank import Lora
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
@@ -387,8 +394,8 @@ def test_branches_that_a_sampling_goes_without_are_no_longer_told_of(flux, regis
 
 def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
     if not ON_GPU:
-        monkeypatch.setattr(install, "can_capture", lambda device: True)
-        monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+        monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+        monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
     model = flux(FLOAT8, **EXACT)
     reference, ours = dequantised(model), compiled(model)
     network, places = model.model.diffusion_model, []
@@ -404,8 +411,8 @@ def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
 @pytest.mark.skipif(ON_GPU, reason="the stand-in for a VBAR lies in the CPU's memory")
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_recorded_steps_serve_other_loras_of_their_rank(is_streamed, flux, registry, monkeypatch, request):
-    monkeypatch.setattr(install, "can_capture", lambda device: True)
-    monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+    monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+    monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
     monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)
     monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
     model = flux(FLOAT8, **EXACT)

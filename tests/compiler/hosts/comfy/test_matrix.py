@@ -20,7 +20,7 @@ import torch
 from comfy.ldm.modules import attention
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install, process
+from compiled_graphs.compiler.hosts.comfy import process, sampling_hooks
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.runtime.step_replay import StepReplay
 from recorders import repeat
@@ -68,8 +68,8 @@ def _recorded():
     """Without a GPU a stand-in repeats what CUDA graphs would."""
     with pytest.MonkeyPatch.context() as patch:
         if STEPS > 1 and not torch.cuda.is_available():
-            patch.setattr(install, "can_capture", lambda device: True)
-            patch.setattr(install, "StepReplay", partial(StepReplay, capture=repeat))
+            patch.setattr(sampling_hooks, "can_capture", lambda device: True)
+            patch.setattr(sampling_hooks, "StepReplay", partial(StepReplay, capture=repeat))
         yield
 
 

@@ -10,7 +10,7 @@ from compiled_graphs.compiler.backends.eager import EagerBackend
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.common.timing import CallTime, Timing
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install
+from compiled_graphs.compiler.hosts.comfy import install, sampling_hooks
 from compiled_graphs.compiler.hosts.comfy.synthetic_prompts import ENCODE
 from compiled_graphs.compiler.runtime.speed_trial import ENOUGH_CALLS
 from encoders import TABLE
@@ -280,8 +280,8 @@ def test_the_graphs_are_still_there(model, sample, registry):
 
 
 def test_steps_are_recorded_before_there_is_a_doubt(model, sample, registry, monkeypatch):
-    monkeypatch.setattr(install, "can_capture", lambda device: True)
-    monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+    monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+    monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
     ours, _ = compiled(model, capture=True)
     feed(ours)
     replay = entrance(ours).step_replay

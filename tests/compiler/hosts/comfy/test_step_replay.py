@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from compiled_graphs.compiler.hosts.comfy import compile as host
-from compiled_graphs.compiler.hosts.comfy import install
+from compiled_graphs.compiler.hosts.comfy import sampling_hooks
 from compiled_graphs.compiler.runtime import step_replay as step_replay_module
 from recorders import repeat
 from rows import adapted, control_net, hinted, low_rank
@@ -26,8 +26,8 @@ def _recordable(monkeypatch, load):
     if not hasattr(model, "add_callback_with_key"):
         pytest.skip("this ComfyUI does not say when a sampling ends")
     if not torch.cuda.is_available():
-        monkeypatch.setattr(install, "can_capture", lambda device: True)
-        monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+        monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+        monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
 
 
 @pytest.fixture

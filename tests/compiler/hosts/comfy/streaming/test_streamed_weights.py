@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
-from compiled_graphs.compiler.hosts.comfy import comfy_compat, install
+from compiled_graphs.compiler.hosts.comfy import comfy_compat, sampling_hooks
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.rules.host import HOST
 from compiled_graphs.compiler.hosts.comfy.streaming import casts, channels_last, streamed_weights, vbar_places
@@ -42,8 +42,8 @@ def model(plain, request, load):
 
 @pytest.fixture
 def captures(monkeypatch):
-    monkeypatch.setattr(install, "can_capture", lambda device: True)
-    monkeypatch.setattr(install, "capture_within", lambda context: repeat)
+    monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+    monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
 
 
 @pytest.fixture
@@ -552,8 +552,8 @@ def tight(monkeypatch, vbar):
         seen.append((vbar.waits - before[0], other.waits - before[1], len(vbar.filled) - before[2]))
         return made
 
-    monkeypatch.setattr(install, "can_capture", lambda device: True)
-    monkeypatch.setattr(install, "capture_within", lambda context: capture)
+    monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
+    monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: capture)
     yield seen
     assert (vbar.kept, other.kept) == (0, 0)
 
