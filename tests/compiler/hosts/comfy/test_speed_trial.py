@@ -213,7 +213,7 @@ def test_encodes_say_nothing_of_a_decoder(vae, registry):
     feed_vae(ours, uncompiled=0.8)
     decoder(ours).compiled.latency = Fed(1.0, "encode")
     assert [decodes(ours)[1] for _ in range(3)] == [True] * 3
-    assert ours.patcher.object_patches["encode"].trial is None
+    assert ours.patcher.object_patches["encode"].speed_trial is None
 
 
 @pytest.fixture
