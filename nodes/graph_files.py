@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..compiler.backends import NAMES as BACKENDS
+from ..compiler.backends import NAMES as BACKEND_NAMES
 from ..compiler.common.words import join, say
 from ..compiler.hosts.comfy import graph_folder
 from ..compiler.identity.graph_spec import CompiledGraph
 from ..compiler.storage.graph_file import SUFFIX, GraphFileError
 from ..web_server import events
 from . import inputs
-from .node_text import NAMES, NodeText
+from .node_text import HEADINGS, NodeText
 
 if TYPE_CHECKING:
     from ..compiler.hosts.comfy.request import Request
@@ -142,7 +142,7 @@ class LoadGraph:
         }
 
     @classmethod
-    def VALIDATE_INPUTS(cls, graph: str, backend: str = BACKENDS[0]) -> bool | str:  # noqa: N802  ComfyUI's name
+    def VALIDATE_INPUTS(cls, graph: str, backend: str = BACKEND_NAMES[0]) -> bool | str:  # noqa: N802  ComfyUI's name
         """Accept any name of a file: a workflow shared without it still runs, compiled."""
         return inputs.check_backend(backend)
 
@@ -157,7 +157,7 @@ class LoadGraph:
         graph: str,
         model: Any = None,
         vae: Any = None,
-        backend: str = BACKENDS[0],
+        backend: str = BACKEND_NAMES[0],
         control_net: Any = None,
         cuda_graphs: bool = True,
         clip: Any = None,
@@ -187,7 +187,7 @@ class LoadGraph:
             "clip": compile_clip,
         }
         found = graph_folder.read(graph, block_classes(*things.values()), digest, where)
-        shown = NodeText(unique_id, NAMES)
+        shown = NodeText(unique_id, HEADINGS)
         shown.put("file", found.problem)
 
         def request(part: str) -> Request:

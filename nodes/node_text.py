@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from ..compiler.common.words import join, say
 from ..web_server import events
 
-NAMES = {"vae": "VAE", "control_net": "ControlNet", "clip": "CLIP"}
+HEADINGS = {"vae": "VAE", "control_net": "ControlNet", "clip": "CLIP"}
 """What a part is headed by on a node with several objects. The model's has no heading."""
 
 
 class NodeText:
     """The text of one node. Its parts are in the order in which they were first said."""
 
-    def __init__(self, node_id: str, names: Mapping[str, str] | None = None) -> None:
-        """`names` has the headings of parts."""
+    def __init__(self, node_id: str, headings: Mapping[str, str] | None = None) -> None:
+        """`headings` has the headings of parts."""
         self._node_id = node_id
-        self._names = names or {}
+        self._headings = headings or {}
         self._parts: dict[str, str] = {}
 
     def put(self, part: str, text: str) -> str:
         """Say something else in one part, and return the whole text."""
-        name = self._names.get(part)
+        name = self._headings.get(part)
         self._parts[part] = say("{name}: {text}", name=name, text=text) if name and text else text
         return join(self._parts.values())
 

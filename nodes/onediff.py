@@ -21,7 +21,7 @@ from .compile_node import CompileNode
 from .control_net_speedup import ControlNetSpeedup as OurControlNetSpeedup
 from .deep_cache import STEPS, settings, with_deep_cache
 from .graph_files import LoadGraph, SaveGraph
-from .node_text import NAMES, NodeText
+from .node_text import HEADINGS, NodeText
 from .onediff_node import (
     INPLACE,
     SAME,
@@ -180,7 +180,7 @@ class OneDiffCheckpointLoaderSimple(OldNode):
     ) -> dict[str, Any]:
         """Return the checkpoint's model, compiled, its text encoder, and its VAE, compiled if asked for."""
         model, clip, vae, *_ = load_checkpoint(ckpt_name)
-        shown = node_text(hidden, NAMES)
+        shown = node_text(hidden, HEADINGS)
         (model,) = CompileModel().compile(model=model, **hidden, shown=shown)["result"]
         if vae_speedup == "enable":
             (vae,) = VAESpeedup().compile(vae=vae, **hidden, shown=shown)["result"]

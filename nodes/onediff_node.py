@@ -91,9 +91,9 @@ def apart(widgets: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return hidden, {name: value for name, value in widgets.items() if name not in hidden}
 
 
-def node_text(hidden: dict[str, Any], names: Mapping[str, str] | None = None) -> NodeText:
+def node_text(hidden: dict[str, Any], headings: Mapping[str, str] | None = None) -> NodeText:
     """Return the text of the node that has these hidden inputs."""
-    return NodeText(hidden.get("unique_id", ""), names)
+    return NodeText(hidden.get("unique_id", ""), headings)
 
 
 def with_lines(answer: dict[str, Any], hidden: dict[str, Any], lines: list[str]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class CompiledModel:
             self._supply.use_pending()
         return not is_same
 
-    def watch_over(self) -> bool:
+    def schedule_check(self) -> bool:
         """Choose a region whose next call is compared with eager, if a check is due. Return whether there is one."""
         if not self.verifies or not self._canary.is_due() or has_peers():
             return False

@@ -66,7 +66,7 @@ class NetworkWrapper:
         self.method = method
         self.inner = inner
         self.compiled = compiled
-        """The compiled model that this entrance serves, for callers that hold only the network."""
+        """The compiled model that this wrapper serves, for callers that hold only the network."""
         self._repeat = repeat
         self.step_replay: StepReplay | None = None
         """If set, replays repeated calls as CUDA graphs, without Python."""
@@ -104,9 +104,9 @@ class NetworkWrapper:
             untypical = partial(self._is_untypical, call, kwargs)
             timed = self._timed(self.compiled.latency, args, kwargs, untypical)
             with call_lock.shared():  # a trace on another thread replaces values for a while: those are no changes
-                is_watched = self._refresh()
+                has_check = self._refresh()
                 with self.compiled.host.without_allocation_scopes(), timed:
-                    result = self._call_with_weights(call, args, kwargs, is_watched)
+                    result = self._call_with_weights(call, args, kwargs, has_check)
             self.compiled.note_call(call)
             if call.had_setup:
                 self.on_setup()
@@ -152,23 +152,23 @@ class NetworkWrapper:
         if self.speed_trial.has_fallen_back and not had_fallen_back and self.step_replay is not None:
             self.step_replay.forget()
 
-    def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
+    def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], has_check: bool) -> Any:
         """Make a call while its weights are kept in place. One that runs out of memory is made again without that."""
         weights, size = self.compiled.weights, _size_of(args, kwargs)
         context = self._context_in(kwargs)
         again = _own_containers((args, kwargs | dict.fromkeys(context)))  # a UNet empties lists of residuals
         try:
             with weights.running(size):
-                return self._call_or_replay(call, args, kwargs, is_watched)
+                return self._call_or_replay(call, args, kwargs, has_check)
         except torch.cuda.OutOfMemoryError:
             if not weights.give_way(size):
                 raise
         args, kwargs = again
         with weights.running(size):
-            return self._call_or_replay(call, args, kwargs | context, is_watched)
+            return self._call_or_replay(call, args, kwargs | context, has_check)
 
-    def _call_or_replay(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], is_watched: bool) -> Any:
-        if self.step_replay is None or is_watched:
+    def _call_or_replay(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], has_check: bool) -> Any:
+        if self.step_replay is None or has_check:
             return self._call_compiled(*args, **kwargs)
         self.step_replay.counters = self.compiled.counters
         return self.step_replay.serve(self._call_compiled, args, kwargs, call)
@@ -200,7 +200,7 @@ class NetworkWrapper:
             if self.step_replay is not None:
                 self.step_replay.start_over() if has_changed else self.step_replay.look()
             self.sampling.note()
-        return self.compiled.watch_over()
+        return self.compiled.schedule_check()
 
     def _look_inside(self, call: RunningCall) -> None:
         """Check once more before the first block: what runs inside of the call may have changed the network by then."""
@@ -257,7 +257,7 @@ class NetworkWrapper:
 
 
 class VAEWrapper(NetworkWrapper):
-    """The entrance of a VAE. A graph may overflow where eager code does not, and must not make a black image."""
+    """The wrapper of a VAE. A graph may overflow where eager code does not, and must not make a black image."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -140,40 +140,44 @@ class RegionForward:
         if running := running_call(self._owner):
             running.note_region(self.place)
         try:
-            have_functions = self._refresh_if_changed(module)
-            context = self._check_call(args, kwargs)
-            patch_points = self._host.patch_points(context, self._kind.string_constants)
-            seen = see(module, self._kind.fingerprint, self._host, self._kind.window_sizes, args, kwargs)
-            plan, tensors = self._plan(seen.args, seen.kwargs, patch_points, running)
-            if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
-                raise Unsupported.of(reason)
-            patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
-            if patches and patches in plan.entry.rejected:
-                raise Unsupported.of(plan.entry.rejected[patches])
-            spec = plan.entry.graph.spec
-            if spec.mutated:
-                _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
-            weights = self._weights.acquire(spec, have_functions)
+            call, reason = self._match(module, args, kwargs, running), None
         except Unsupported as error:
             self._weights.release()
-            reason = error.reason
+            call, reason = None, error.reason
         except BaseException:
             self._weights.release()
             raise
-        else:
-            reason = None
-        if reason:
-            seen = tensors = plan = None  # a block frees the frames of the chunk before while it runs
+        if call is None:
             self._note_eager(reason)
             return eager(*args, **kwargs)
         if running:
-            running.entries.add(plan.entry)
-        run_eagerly = partial(self._eager, args, kwargs)
-        call = _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly, seen.window)
+            running.entries.add(call.plan.entry)
         try:
             return self._serve(call)
         finally:
             self._weights.release()
+
+    def _match(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], running: RunningCall | None) -> _Call:
+        """Return how a graph serves a call, with its weights. Raises Unsupported if none can.
+
+        What it looks at ends with it: a block that runs eagerly frees the frames of the chunk before.
+        """
+        have_functions = self._refresh_if_changed(module)
+        context = self._check_call(args, kwargs)
+        patch_points = self._host.patch_points(context, self._kind.string_constants)
+        seen = see(module, self._kind.fingerprint, self._host, self._kind.window_sizes, args, kwargs)
+        plan, tensors = self._plan(seen.args, seen.kwargs, patch_points, running)
+        if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
+            raise Unsupported.of(reason)
+        patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
+        if patches and patches in plan.entry.rejected:
+            raise Unsupported.of(plan.entry.rejected[patches])
+        spec = plan.entry.graph.spec
+        if spec.mutated:
+            _check_aliases(spec.mutated, [tensors[i] for i in plan.order])
+        weights = self._weights.acquire(spec, have_functions)
+        run_eagerly = partial(self._eager, args, kwargs)
+        return _Call(plan, weights, tensors, context, patch_points, patches, run_eagerly, seen.window)
 
     def _serve(self, call: _Call) -> Any:
         """Run a call's graph, or compare it with eager first."""
@@ -186,7 +190,7 @@ class RegionForward:
             self._host.apply_writes(call.context, plan.writes)
         try:
             with calling(self._host.patch_call(call.context)) if call.patch_points else nullcontext():
-                result, left = call.found(self._run(plan, call.weights, call.tensors))
+                result, left = call.unpack(self._run(plan, call.weights, call.tensors))
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
@@ -212,7 +216,7 @@ class RegionForward:
         args, kwargs = self._kind.context.replaced(args, kwargs, context)
         return type(module).forward(module, *args, **kwargs)
 
-    def _eager_apart(self, call: _Call) -> Any:
+    def _eager_on_given_frames(self, call: _Call) -> Any:
         """Run the region's own code on the frames that it was given, and leave those that are kept as they are."""
         left = call.window.now()
         call.window.reset()
@@ -305,10 +309,10 @@ class RegionForward:
             return theirs
         try:
             with calling(recorded) if recorded else nullcontext():
-                ours = call.found(self._run(plan, call.weights, copies))
+                ours = call.unpack(self._run(plan, call.weights, copies))
             written = [plan.order[i] for i in spec.mutated]
             left = call.window.now() if call.window else None
-            error = (recorded.error if recorded else "") or _left_otherwise(ours[1], left)
+            error = (recorded.error if recorded else "") or _frames_mismatch(ours[1], left)
             error = error or disagreement(
                 [*tensors_in(ours), *(copies[i] for i in written)],
                 [*tensors_in((theirs, left)), *(call.tensors[i] for i in written)],
@@ -342,7 +346,7 @@ class RegionForward:
         with suppress(torch.cuda.OutOfMemoryError), _unchanged(written), same_random_numbers(self._kind.device):
             graph, eager = partial(self._run, call.plan, call.weights, copies), partial(call.eager, call.context)
             if call.window:  # each run needs entries that no other run has written to
-                eager = partial(self._eager_apart, call)
+                eager = partial(self._eager_on_given_frames, call)
             running = running_call(self._owner)
             entry.timing = compare(graph, eager, self._kind.device, running.shape if running else ())
 
@@ -378,7 +382,7 @@ class _Call:
     window: AnyWindow | None
     """The frames that the region keeps between calls."""
 
-    def found(self, rebuilt: Any) -> tuple[Any, tuple[list[Any], int] | None]:
+    def unpack(self, rebuilt: Any) -> tuple[Any, tuple[list[Any], int] | None]:
         """Return the region's result, and what it leaves in its entries and how far it moves the cursor.
 
         `rebuilt` is what the graph returned. Raises ValueError if its contract does not fit the call.
@@ -424,7 +428,7 @@ def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if memory > 1.1 * tensor.nbytes else tensor
 
 
-def _left_otherwise(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any], int] | None) -> str:
+def _frames_mismatch(ours: tuple[list[Any], int] | None, theirs: tuple[list[Any], int] | None) -> str:
     """Return an error if a graph leaves other entries than eager, besides what their tensors hold."""
 
     def outline(left: tuple[list[Any], int] | None) -> Any:

@@ -38,7 +38,7 @@ def compile_model(patcher: Any, request: Request = ANYTHING) -> tuple[Any, str]:
     clone = clone_without_ours(patcher)
     if replaces_network(clone):
         return patcher, say("Not compiled: another node puts its own network in the place of this model's")
-    text = install(_sampled(clone), request)
+    text = install(_diffusion_network(clone), request)
     return (clone if graphs_in_use(clone) is not None else patcher), text
 
 
@@ -58,7 +58,7 @@ def compile_vae(vae: Any, request: Request = ANYTHING, encode: bool | None = Fal
         encode = lists_encoder(network, [*request.graphs, *request.listed, *request.left])
     clone = copy.copy(vae)
     clone.patcher = clone_without_ours(vae.patcher)
-    text = install(_coding(clone, ("decode", "encode") if encode else ("decode",)), request)
+    text = install(_vae_network(clone, ("decode", "encode") if encode else ("decode",)), request)
     return (clone if graphs_in_use(clone.patcher) is not None else vae), text
 
 
@@ -107,14 +107,14 @@ def _missing_of_clip(clip: Any) -> str:
     return own or comfy_compat.missing(clip.patcher, comfy_compat.PATCHER_NEEDS)
 
 
-def _sampled(patcher: Any) -> PatchedNetwork:
+def _diffusion_network(patcher: Any) -> PatchedNetwork:
     """Return the network of a ModelPatcher that samples."""
     calls = {"forward": synthetic_calls.SamplingCall(patcher, HOST)}
     network, kind = patcher.model.diffusion_model, network_kind(patcher.model)
-    return PatchedNetwork(patcher, network, "diffusion_model.", calls, device_of(patcher), kind, _sampled)
+    return PatchedNetwork(patcher, network, "diffusion_model.", calls, device_of(patcher), kind, _diffusion_network)
 
 
-def _coding(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
+def _vae_network(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
     """Return the network of a VAE whose patcher is ours."""
     bare = _without_network(vae, "first_stage_model")
     calls = {method: synthetic_calls.coding_call(bare, method) for method in methods}
@@ -122,7 +122,7 @@ def _coding(vae: Any, methods: Sequence[str]) -> PatchedNetwork:
     def for_copy(patcher: Any) -> PatchedNetwork:
         copied = copy.copy(bare)
         copied.patcher, copied.first_stage_model, copied.device = patcher, patcher.model, device_of(patcher)
-        return _coding(copied, methods)
+        return _vae_network(copied, methods)
 
     return PatchedNetwork(vae.patcher, vae.first_stage_model, "", calls, vae.device, "VAE", for_copy)
 

@@ -196,9 +196,9 @@ def untouched_lines(taken: int, network: nn.Module, set_aside: bool) -> list[Wor
     return lines
 
 
-def capture_line(entrance: NetworkWrapper) -> Words | str:
+def capture_line(wrapper: NetworkWrapper) -> Words | str:
     """Return how the steps of the last sampling were run; nothing before the first one."""
-    replay = entrance.step_replay
+    replay = wrapper.step_replay
     if replay is None:
         return ""
     if replay.reason:

@@ -221,21 +221,21 @@ class Part:
         """Pickle as None: a network from a pickle is not compiled."""
         return type(None), ()
 
-    def install(self, network: nn.Module, entrance: NetworkWrapper) -> None:
+    def install(self, network: nn.Module, wrapper: NetworkWrapper) -> None:
         """Install the compiled regions, and the wrapper of the network that tells them which call is running."""
         for path, forward in self.compiled.forwards().items():
             self._replace(network.get_submodule(path), forward)
-        self._enter(network, entrance)
+        self._enter(network, wrapper)
         setattr(network, STATE, self)
 
-    def _enter(self, network: nn.Module, entrance: NetworkWrapper) -> None:
+    def _enter(self, network: nn.Module, wrapper: NetworkWrapper) -> None:
         """Install a network's wrapper below all hooks: what is removed puts back what it found when it was made."""
         holder, name = _innermost(network)
         before = vars(holder).get(name)
         is_own = isinstance(before, MethodType) and before.__func__ is type(network).forward
-        entrance.inner = None if is_own else before
-        self._ours.append((weakref.ref(network), entrance))
-        setattr(holder, name, entrance)
+        wrapper.inner = None if is_own else before
+        self._ours.append((weakref.ref(network), wrapper))
+        setattr(holder, name, wrapper)
 
     def uninstall(self, network: nn.Module) -> None:
         """Put the original forwards back."""
@@ -342,12 +342,12 @@ def _install(name: str, network: nn.Module, owner: Any, backend: str, options: O
     target = Target(device, chosen, HOST)
     compiled = CompiledModel(network, regions, target, registry().cache, CompileOptions(options.verify))
     kind = VAEWrapper if _is_coder(network) else NetworkWrapper
-    entrance = kind(network, "forward", None, compiled, _repeat)
+    wrapper = kind(network, "forward", None, compiled, _repeat)
     part = Part(name, compiled, _is_coder(network) and _forces_upcast(owner, name))
     part.owners.update(owners)
     if not _is_coder(network) and not name.startswith(_TEXT_PARTS):  # those run when somebody calls them
-        entrance.sampling = Scheduled(partial(_schedules, part.owners))
-    part.install(network, entrance)
+        wrapper.sampling = Scheduled(partial(_schedules, part.owners))
+    part.install(network, wrapper)
     registry().assign(type(owner).__name__, name, compiled)
 
 

@@ -60,7 +60,7 @@ class FakeCompiledModel:
     def follow(self):
         return self.changed
 
-    def watch_over(self):
+    def schedule_check(self):
         return self.is_due
 
     def note_call(self, call):

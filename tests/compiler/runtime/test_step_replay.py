@@ -260,9 +260,9 @@ def test_a_network_that_stays_changed_is_recorded_anew(change, network):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_watched"), [(change_weight, False), (move_weight, False), (set_attribute, True), (hook, True)]
+    ("change", "has_check"), [(change_weight, False), (move_weight, False), (set_attribute, True), (hook, True)]
 )
-def test_other_code_is_watched_before_it_is_recorded(change, is_watched, network, monkeypatch):
+def test_other_code_is_watched_before_it_is_recorded(change, has_check, network, monkeypatch):
     """A recording of code that waits for the GPU ends the process where memory is lent."""
     replay, watched = serving(network), []
     assert replayed(replay, network, x())
@@ -271,7 +271,7 @@ def test_other_code_is_watched_before_it_is_recorded(change, is_watched, network
     serve(replay, network, (x(),), {})
     network.inner._forward_hooks.clear()
     assert replayed(replay, network, x())
-    assert bool(watched) == is_watched
+    assert bool(watched) == has_check
 
 
 class Reads(Host):
