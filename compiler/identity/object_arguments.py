@@ -3,9 +3,10 @@
 pytree does not know them. While a call is looked at, a `Packed` takes the place of each, and pytree takes that apart
 as a tuple. The block itself gets objects again.
 
-Two sorts of class can be taken apart. A plain dataclass has no code that acts on its objects. Any other class must
-stand beside the block, in its module, and the block's code must name it: then the fingerprint of the block holds the
-code of the class, too (`CompressedTimestep` of LTX-2). Such an object holds tensors and plain values.
+Two sorts of class can be taken apart. A plain dataclass, or a class that only makes its objects (`GuideAttentionMask`
+of LTX-Video), has no code that acts on them. Any other class must stand beside the block, in its module, and the
+block's code must name it: then the fingerprint of the block holds the code of the class, too (`CompressedTimestep` of
+LTX-2). Such an object holds tensors and plain values.
 
 A class is named in signatures by its module, its name and a digest of its source. Nothing is imported for a name, and
 no code of the class runs to make an object.
@@ -37,6 +38,11 @@ _GENERATED = frozenset(
     | {"__replace__", "__getstate__", "__setstate__", "__annotate__", "__annotate_func__"}
 )
 """What `dataclass` adds to a class. None of it computes anything in a block."""
+_FROM_THE_STATEMENT = frozenset(
+    {"__module__", "__qualname__", "__doc__", "__slots__", "__firstlineno__", "__static_attributes__"}
+    | {"__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
+)
+"""What a class statement adds to its class."""
 
 
 class Packed(NamedTuple):
@@ -104,6 +110,18 @@ def field_names(cls: type) -> tuple[str, ...] | None:
     return names
 
 
+@lru_cache(maxsize=256)
+def only_holds(cls: type) -> bool:
+    """Whether a class has nothing but a constructor and slots: reading its attributes is all that a block can do."""
+    if type(cls) is not type or cls.__bases__ != (object,) or "<locals>" in cls.__qualname__:
+        return False
+    if cls.__module__.partition(".")[0] in LIBRARIES:
+        return False
+    entries = {name: value for name, value in vars(cls).items() if name not in _FROM_THE_STATEMENT}
+    slots = {name for name, value in entries.items() if isinstance(value, types.MemberDescriptorType)}
+    return bool(slots) and entries.keys() - slots <= {"__init__"}
+
+
 @lru_cache(maxsize=1024)
 def is_beside(cls: type, block: type) -> bool:
     """Whether a class stands in the module of a block whose code names it, and its objects are their attributes.
@@ -136,7 +154,7 @@ def contents(value: Any, block: type) -> tuple[tuple[str, ...], tuple[Any, ...]]
     """
     if (names := field_names(type(value))) is not None:
         return (), _values_of(value, names)
-    if is_beside(type(value), block):
+    if only_holds(type(value)) or is_beside(type(value), block):
         names = _attribute_names(value)
         return names, tuple(getattr(value, name) for name in names)
     return None
@@ -251,7 +269,9 @@ def _class_of(value: Packed, block: type) -> type:
 
 
 def _fits(value: Packed, cls: type, block: type) -> bool:
-    names = field_names(cls) if not value.names else value.names if is_beside(cls, block) else None
+    if value.names:
+        return len(value.names) == len(value.values) and (only_holds(cls) or is_beside(cls, block))
+    names = field_names(cls)
     return names is not None and len(names) == len(value.values)
 
 

@@ -180,9 +180,10 @@ class GraphSupply:
         signature = miss.signature
         if signature.is_chunk:
             return self._provide_chunk(kind, miss)
-        # Such as a video without sound: the graphs for videos with sound do not say which of its sizes are symbols.
-        alike = [entry for entry in kind.graphs_of(signature.text) if entry.graph.spec.is_empty_as(miss.shapes)]
-        if call is None or alike:
+        specs = [entry.graph.spec for entry in kind.graphs_of(signature.text)]
+        # Others do not say which of the call's sizes are symbols: a graph for videos with sound of one without, or one
+        # with a step for all frames of a call with a step for each.
+        if call is None or any(spec.is_empty_as(miss.shapes) and spec.has_fixed_sizes(miss.shapes) for spec in specs):
             return self._provide_branch(kind, miss)
         try:
             requests = self._look_ahead(call)

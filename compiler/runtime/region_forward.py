@@ -238,7 +238,10 @@ class RegionForward:
     ) -> tuple[Plan, list[torch.Tensor]]:
         """Return how the call is served, after asking for a graph if there is none. Raises Unsupported."""
         found, tensors = self._kind.lookup(args, kwargs, patch_points)
-        if isinstance(found, Miss):
+        asked: set[str] = set()
+        # What is found out about a call can show that a number in it is a size: then it is a miss of another signature.
+        while isinstance(found, Miss) and found.signature.text not in asked:
+            asked.add(found.signature.text)
             if call:
                 call.had_setup = True
             if reason := self._owner.on_cache_miss(self._kind, found, call):

@@ -51,8 +51,9 @@ def with_answers(call: Callable[[bool], None]) -> None:
 
 
 class AnsweredValues(TorchDispatchMode):
-    """Answers for a fake tensor that does not know its value: False, 1 or 0.0 by its dtype, and no more counts than the
-    code asks of `bincount`."""
+    """Answers for a fake tensor that does not know its value: False, 1 or 0.0 by its dtype; of `bincount` the fewest
+    counts, and of a mask that chooses values all of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,4 +90,14 @@ def _counts(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength
     return (tensor if weights is None else weights).new_empty(max(minlength, 1))
 
 
-_ANSWERS = {scalar_value: _value, torch.ops.aten.bincount.default: _counts}
+def _chosen(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            places += [index.new_zeros(index.numel(), dtype=torch.long)] * index.ndim
+        else:
+            places.append(index)
+    return torch.ops.aten.index.Tensor(tensor, places)
+
+
+_ANSWERS = {scalar_value: _value, torch.ops.aten.bincount.default: _counts, torch.ops.aten.index.Tensor: _chosen}

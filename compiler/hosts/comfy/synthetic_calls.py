@@ -92,7 +92,8 @@ def _call_resized(
     kwargs = {name: _options() if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
     latent, *others = _latents(args, kwargs)
     sounds = {tensor.shape[2:] for tensor in others}
-    steps = {math.prod(latent.shape[2:]): math.prod(area), **{max(sides): sizes.sound for sides in sounds if sides}}
+    steps = {latent.shape[2]: area[0]} if latent.ndim == 5 and latent.shape[2] > 1 else {}
+    steps |= {math.prod(latent.shape[2:]): math.prod(area)} | {max(sides): sizes.sound for sides in sounds if sides}
     context = kwargs.get("context")
     tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
 
@@ -106,7 +107,7 @@ def _call_resized(
             shape[2:] = map(_side, area, shape[2:], latent.shape[2:])
         elif tensor.shape[2:] in sounds and area != latent.shape[2:]:
             shape[2 + _longest(shape[2:])] = sizes.sound
-        elif tensor.ndim in (2, 3) and area != latent.shape[2:]:  # a step for each place
+        elif tensor.ndim in (2, 3) and area != latent.shape[2:]:  # a step for each place or frame
             shape[1] = steps.get(shape[1], shape[1])
         elif tensor.ndim > 3:  # the text in several layers of an encoder, the sound of each frame
             others = {tokens: sizes.tokens} | ({latent.shape[2]: area[0]} if latent.ndim == 5 else {})

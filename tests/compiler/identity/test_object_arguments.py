@@ -23,7 +23,7 @@ from compiled_graphs.compiler.identity.call_signature import (
     size_places,
 )
 from compiled_graphs.compiler.identity.fingerprint import fingerprint
-from compiled_graphs.compiler.identity.object_arguments import NamedFunction, field_names, packed
+from compiled_graphs.compiler.identity.object_arguments import NamedFunction, field_names, only_holds, packed
 from compiled_graphs.compiler.registry.registry import Registry
 from networks import call, compile_network, install
 from torch import nn
@@ -393,3 +393,50 @@ def test_another_function_of_the_same_name_is_refused(monkeypatch):
         for look in (lambda: describe(function, []), lambda: signature(function)):  # noqa: B023  used at once
             with pytest.raises(Unsupported, match=r"function|partial"):
                 look()
+
+
+class Holder:
+    """Only makes objects."""
+
+    __slots__ = ("count", "mask")
+
+    def __init__(self, mask: torch.Tensor, count: int = 1):
+        self.mask, self.count = mask.abs(), count
+
+
+class Held(Holder):
+    __slots__ = ()
+
+
+class Constant:
+    __slots__ = ("mask",)
+    FACTOR = 2
+
+
+class Doubling:
+    __slots__ = ("mask",)
+
+    def doubled(self) -> torch.Tensor:
+        return self.mask * 2
+
+
+class Unslotted:
+    def __init__(self):
+        self.mask = None
+
+
+def test_a_class_that_only_makes_its_objects_is_taken_apart_wherever_it_is():
+    assert only_holds(Holder)
+    assert [
+        cls.__name__ for cls in (Held, Constant, Doubling, Open, nn.Linear, torch.Size, int) if only_holds(cls)
+    ] == []
+    value = packed(Holder(torch.ones(2), 3), nn.Identity)
+    assert value.names == ("count", "mask")
+    assert value.values[0] == 3
+    one, other = (read(bind(Taking, (torch.ones(2, 3), Holder(torch.ones(3), n)), {}, frozenset()))[0] for n in (5, 6))
+    assert one.text != other.text
+
+
+class Taking(nn.Module):
+    def forward(self, x: torch.Tensor, held) -> torch.Tensor:
+        return x * held.mask * held.count

@@ -36,6 +36,8 @@ def asked(call):
         (lambda: float(torch.empty(())), 0.0),
         (lambda: tuple(torch.bincount(torch.empty(4, dtype=torch.long), minlength=5).shape), (5,)),
         (lambda: tuple(torch.bincount(torch.empty(4, dtype=torch.long), torch.empty(4), 3).shape), (3,)),
+        (lambda: tuple(torch.empty(3, 4)[torch.empty(3, 4) > 0].shape), (12,)),
+        (lambda: tuple(torch.empty(2, 3, 4)[:, torch.empty(3) > 0].shape), (2, 3, 4)),
     ],
 )
 def test_what_a_network_asks_is_answered(ask, answer):

@@ -220,6 +220,20 @@ def after_first_frame(at: At) -> torch.Tensor:
     return (torch.arange(at.frames) > 0).float().view(1, 1, -1, 1, 1).expand(1, 1, -1, at.height, at.width)
 
 
+def before_guide(at: At) -> torch.Tensor:
+    """The part of a video that ends with a frame as guide."""
+    return (torch.arange(at.frames) < at.frames - 1).float().view(1, 1, -1, 1, 1).expand(1, 1, -1, at.height, at.width)
+
+
+GUIDE = {
+    "keyframe_idxs": lambda at: torch.zeros(1, 3, at.height * at.width, 2),
+    "guide_attention_entries": lambda at: [{
+        "pre_filter_count": at.height * at.width, "strength": 0.5, "pixel_mask": None,
+        "latent_shape": [1, at.height, at.width]}],
+}  # fmt: skip
+"""What LTXVAddGuide adds to conditioning, for one frame at half its strength."""
+
+
 def mask(tokens: int = 0) -> Tensors:
     return lambda at: torch.ones(1, tokens or at.tokens, dtype=torch.long)
 
@@ -455,7 +469,8 @@ TABLE = (
     Architecture("Wan SCAIL", "WAN21_SCAIL", WAN | {"model_type": "scail", "in_dim": 20}, video(16),
                  extra={"clip_vision_output": SEEN}),
     Architecture("Cosmos 1", "CosmosT2V", COSMOS_1, video(16)),
-    Architecture("Cosmos Predict 2, image to video", "CosmosI2VPredict2", COSMOS | {"in_channels": 17}, video(16)),
+    Architecture("Cosmos Predict 2, image to video", "CosmosI2VPredict2", COSMOS | {"in_channels": 17}, video(16),
+                 mask=after_first_frame, ahead=False),
     Architecture("Kandinsky 5, image", "Kandinsky5Image", KANDINSKY | {"visual_embed_dim": 64}, image(16),
                  pooled=WIDTH),
     Architecture("FLUX.2 dev, Klein", "Flux2", FLUX2, image(128)),
@@ -467,12 +482,17 @@ TABLE = (
     Architecture("Qwen-Image", "QwenImage", QWEN, still(16)),
     Architecture("Qwen-Image-Edit 2511", "QwenImage", QWEN | {"default_ref_method": "index_timestep_zero"}, still(16),
                  extra=STILL_REFERENCE, ahead=False),
+    Architecture("Qwen-Image-Edit 2511 with a Lightning LoRA (cfg 1)", "QwenImage",
+                 QWEN | {"default_ref_method": "index_timestep_zero"}, still(16), extra=STILL_REFERENCE, cfg=1.0,
+                 ahead=False),
     Architecture("Wan 2.1 and 2.2 14B, text to video", "WAN21_T2V", WAN, video(16)),
     Architecture("Wan 2.1, image to video", "WAN21_I2V", WAN | {"model_type": "i2v", "in_dim": 36}, video(16), extra={
         "clip_vision_output": SEEN,
         "concat_latent_image": lambda at: random(1, 16, at.frames, at.height, at.width),
         "concat_mask": lambda at: torch.ones(1, 1, at.frames, at.height, at.width)}),
     Architecture("Wan 2.2 5B", "WAN22_T2V", WAN | {"in_dim": 48, "out_dim": 48}, video(48)),
+    Architecture("Wan 2.2 5B, image to video", "WAN22_T2V", WAN | {"in_dim": 48, "out_dim": 48}, video(48),
+                 mask=after_first_frame, ahead=False),
     Architecture("Wan VACE", "WAN21_Vace", WAN | {"model_type": "vace", "vace_layers": 2, "vace_in_dim": 96},
                  video(16)),
     Architecture("Wan 2.2 Animate", "WAN22_Animate", WAN | {"model_type": "animate", "in_dim": 36, "num_layers": 6},
@@ -485,6 +505,11 @@ TABLE = (
     Architecture("HuMo", "WAN21_HuMo", WAN | {"model_type": "humo", "in_dim": 36}, video(16),
                  extra={"audio_embed": lambda at: random(1, at.frames, 8, 5, 1280)}, ahead=False),
     Architecture("LTX-Video", "LTXV", LTX, video(128), extra={"attention_mask": mask()}),
+    Architecture("LTX-Video, image to video", "LTXV", LTX, video(128), extra={"attention_mask": mask()},
+                 mask=after_first_frame, ahead=False),
+    Architecture("LTX-Video with a guide", "LTXV", LTX, video(128), extra={"attention_mask": mask()} | GUIDE,
+                 mask=before_guide, ahead=False, sizes=False,
+                 why="up to four sizes, others run uncompiled where the guide is not at full strength"),
     Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH),
     Architecture("LTX-2, video alone", "LTXAV", LTX_2, video(128), text=2 * WIDTH, ahead=False),
     Architecture("LTX-2.3", "LTXAV", LTX_23, with_sound(video(128), 8, LENGTH, 16), text=192),
