@@ -52,7 +52,7 @@ def with_answers(call: Callable[[bool], None]) -> None:
 
 class AnsweredValues(TorchDispatchMode):
     """Answers for a fake tensor that does not know its value: False, 1 or 0.0 by its dtype; of `bincount` the fewest
-    counts, and of a mask that chooses values all of them.
+    counts. A mask that chooses values chooses all of them, and counts as many.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,10 @@ class AnsweredValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is torch.ops.aten.sum.default and args[0].dtype is torch.bool:
+                result.chosen = args[0].numel()  # as `_chosen` answers
+            return result
         except Exception as error:
             answer = _ANSWERS.get(func)
             if answer is None or not needs_values(error):
@@ -83,7 +86,7 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
 def _value(tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype is torch.bool:
         return False
-    return 0.0 if tensor.dtype.is_floating_point else 1
+    return 0.0 if tensor.dtype.is_floating_point else getattr(tensor, "chosen", 1)
 
 
 def _counts(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:

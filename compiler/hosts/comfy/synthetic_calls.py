@@ -41,6 +41,8 @@ depends on the GPU's memory. Short and large videos have chunks that others have
 On a large GPU these five serve 3 to 16 latents of 1280x704 and of 1920x1088, but for 11 of the latter."""
 TOKENS = "num_tokens"
 """Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
+GUIDES, GUIDE_PLACES = "guide_attention_entries", "keyframe_idxs"
+"""LTX-Video is told how much the frames that guide it count, and where their places are."""
 
 
 def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, Any], sizes: Sizes) -> None:
@@ -118,11 +120,27 @@ def _call_resized(
 
     if tokens is not None and kwargs.get(TOKENS):  # as many as there are, or without padding
         kwargs[TOKENS] = sizes.tokens if kwargs[TOKENS] == tokens else sizes.tokens // 2
+    given = kwargs
     args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
+    if given.get(GUIDES):
+        places = _guide_places(given[GUIDE_PLACES], batch, latent.shape[2:], area)
+        kwargs |= {GUIDE_PLACES: places, GUIDES: [_guide(each, latent.shape[2:], area) for each in kwargs[GUIDES]]}
     if method == "forward":
         weightless(*args, **kwargs)  # with hooks, unlike the method
     else:
         getattr(type(weightless), method)(weightless, *args, **kwargs)
+
+
+def _guide(entry: Mapping[str, Any], own: Sequence[int], area: Sequence[int]) -> dict[str, Any]:
+    """Return a guide of LTX-Video for another area. It has as many frames."""
+    count = entry["pre_filter_count"] // math.prod(own[-2:]) * math.prod(area[-2:])
+    return {**entry, "pre_filter_count": count, "latent_shape": [entry["latent_shape"][0], *area[-2:]]}
+
+
+def _guide_places(places: torch.Tensor, batch: int, own: Sequence[int], area: Sequence[int]) -> torch.Tensor:
+    """Return the places of guides in another area: [batch, coordinates, tokens, ends]."""
+    tokens = places.shape[2] // math.prod(own[-2:]) * math.prod(area[-2:])
+    return places.new_empty(batch if places.shape[0] > 1 else 1, places.shape[1], tokens, *places.shape[3:])
 
 
 def _is_picture(tensor: torch.Tensor, latent: torch.Tensor) -> bool:

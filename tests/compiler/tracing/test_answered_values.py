@@ -38,6 +38,7 @@ def asked(call):
         (lambda: tuple(torch.bincount(torch.empty(4, dtype=torch.long), torch.empty(4), 3).shape), (3,)),
         (lambda: tuple(torch.empty(3, 4)[torch.empty(3, 4) > 0].shape), (12,)),
         (lambda: tuple(torch.empty(2, 3, 4)[:, torch.empty(3) > 0].shape), (2, 3, 4)),
+        (lambda: int((torch.empty(3, 4) > 0).sum()), 12),
     ],
 )
 def test_what_a_network_asks_is_answered(ask, answer):
