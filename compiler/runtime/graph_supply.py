@@ -19,9 +19,10 @@ import torch
 
 from ..common.counters import Counters
 from ..common.errors import one_line
+from ..common.quiet import quiet
 from ..common.random_state import same_random_numbers
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
-from ..common.torch_compat import needs_values
+from ..common.torch_compat import FAKE_TENSOR_LOGGER, needs_values
 from ..common.words import say
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry, CompileIn, GraphCache, Outcome, Requester
@@ -293,7 +294,8 @@ class GraphSupply:
 
     def _wanted(self, call: ModelCall) -> list[GraphRequest]:
         model, target = self._kinds.model(), self._kinds.target
-        with untouched(model, target.host, getattr(call, "classes", ())):
+        # A call at sizes that a network does not bear is made again at others: nobody needs to read of it.
+        with untouched(model, target.host, getattr(call, "classes", ())), quiet(FAKE_TENSOR_LOGGER):
             return discover_requests(model, self._kinds.regions(), target.device, target.host, call)
 
     def _use_stored(self, graph: StoredGraph, failed: list[tuple[GraphIdentity, str]]) -> bool:

@@ -151,6 +151,8 @@ in_python = _optional("torch._dispatch.python:enable_python_dispatcher", nullcon
 DisableTorchFunctionSubclass = _optional("torch._C:DisableTorchFunctionSubclass")
 without_fake_tensors = _optional("torch._subclasses.fake_tensor:unset_fake_temporarily", nullcontext)
 """A context in which tensors that are not fake can be read."""
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+"""It logs each operator that fails with fake tensors as an error with a traceback, also where the failure is caught."""
 scalar_value = _optional("torch.ops:aten._local_scalar_dense.default")
 _DataDependent = _optional("torch._subclasses.fake_tensor:DataDependentOutputException")
 _DynamicShape = _optional("torch._subclasses.fake_tensor:DynamicOutputShapeException")

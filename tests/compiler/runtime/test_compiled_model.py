@@ -3,9 +3,10 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 import threading
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import pytest
@@ -849,3 +850,17 @@ def test_calls_on_two_devices_run_at_the_same_time():
     for thread in threads:
         thread.join()
     assert len(results) == 2
+
+
+def test_sizes_that_a_network_does_not_bear_leave_no_errors_in_the_log(registry, caplog):
+    network = transformer()
+
+    def odd(weightless, sizes):
+        with suppress(RuntimeError):
+            torch.ops.aten.mm(torch.empty(2, 3), torch.empty(4, 5))
+        call(weightless, sizes)
+
+    compiled = install(network, registry)
+    compiled.prepare(odd)
+    assert compiled.counters.compiles == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
