@@ -508,7 +508,7 @@ TABLE = (
     Architecture("LTX-Video, image to video", "LTXV", LTX, video(128), extra={"attention_mask": mask()},
                  mask=after_first_frame, ahead=False),
     Architecture("LTX-Video with a guide", "LTXV", LTX, video(128), extra={"attention_mask": mask()} | GUIDE,
-                 mask=before_guide, ahead=False),
+                 mask=before_guide, since="MiniMaxH3", ahead=False),
     Architecture("LTX-2", "LTXAV", LTX_2, with_sound(video(128), 8, LENGTH, 16), text=2 * WIDTH),
     Architecture("LTX-2, video alone", "LTXAV", LTX_2, video(128), text=2 * WIDTH, ahead=False),
     Architecture("LTX-2.3", "LTXAV", LTX_23, with_sound(video(128), 8, LENGTH, 16), text=192),
