@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ def reason_of(messages: list[tuple[str, dict[str, Any]]]) -> str:
 class ComfyServer:
     """A ComfyUI process with a base folder of its own: models, outputs, user data and this extension."""
 
-    def __init__(self, comfyui: str, home: Path, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, comfyui: str, home: Path, arguments: tuple[str, ...] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables` are of its environment, in place of those that it has here otherwise."""
         self.home = home
         self._comfyui = comfyui
         self._arguments = arguments
+        self._variables = dict(variables or {})
         self._process: subprocess.Popen | None = None
         self._take_a_port()
         for folder in ("models/checkpoints", "models/loras", "custom_nodes", "input", "output", "temp", "user"):
@@ -102,6 +107,7 @@ class ComfyServer:
             "COMPILED_GRAPHS_TRUST": str(self.home / "trust"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.home / "inductor"),
             "PYTHONUNBUFFERED": "1",
+            **self._variables,
         }
         with self.log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(

@@ -23,6 +23,6 @@ install_tests
 export COMFYUI_PATH=$comfyui COMPILED_GRAPHS_HOME=$CG_HOME
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the models are tiny: to share their work out takes longer than to do it
 # Not `python -m pytest`: that would put the current folder, with this diffusers.py, before the real diffusers.
-# A file's tests share servers and models, so they run in one process.
+# A file's tests share servers and models, so they run in one process. `tests/conftest.py` puts the long files first.
 # An empty array counts as unset in the bash of macOS.
-exec "$CG_HOME/venv/$BIN/pytest" -c "$ROOT/tests/pytest.ini" "$ROOT/tests" -n "$(cores)" --dist loadfile ${which[@]+"${which[@]}"} "$@"
+exec "$CG_HOME/venv/$BIN/pytest" -c "$ROOT/tests/pytest.ini" "$ROOT/tests" -n "$(cores)" --dist loadfile --no-loadscope-reorder ${which[@]+"${which[@]}"} "$@"

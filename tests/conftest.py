@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name in (name for name, is_needed in needed.items() if is_needed):
             item.add_marker(name)
     _skip_without_oneflow(items)
+    _put_long_files_first(items)
+
+
+SECONDS = {"server": 8.0, "compiler": 6.0, "comfyui": 1.5}
+"""What a test with such a mark takes, about. Any other takes OTHERS."""
+OTHERS = 0.2
+
+
+def _put_long_files_first(items: list[pytest.Item]) -> None:
+    """Put files that take long first: one that begins last would keep one core busy alone for minutes."""
+    lengths: Counter[Path] = Counter()
+    for item in items:
+        marked = (seconds for mark, seconds in SECONDS.items() if item.get_closest_marker(mark))
+        lengths[item.path] += max(marked, default=OTHERS)
+    items.sort(key=lambda item: -lengths[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -143,6 +143,15 @@ class GraphSpec:
             for size, hint, is_symbol in zip(shape, spec.hints, spec.symbolic, strict=True)
         )
 
+    def has_one_for(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a size that is 1 in the graph is more in a call with these input shapes: it may vary there."""
+        sizes = (
+            pair
+            for spec, shape in zip(self.inputs, shapes, strict=True)
+            for pair in zip(shape, spec.hints, spec.symbolic, strict=True)
+        )
+        return any(size > 1 == hint and not is_symbol for size, hint, is_symbol in sizes)
+
     def is_empty_as(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a call with these input shapes is empty where the example is, and only there."""
         return all(

@@ -184,7 +184,7 @@ class GraphSupply:
         specs = [entry.graph.spec for entry in kind.graphs_of(signature.text)]
         # Others do not say which of the call's sizes are symbols: a graph for videos with sound of one without, or one
         # with a step for all frames of a call with a step for each.
-        if call is None or any(spec.is_empty_as(miss.shapes) and spec.has_fixed_sizes(miss.shapes) for spec in specs):
+        if call is None or any(spec.is_empty_as(miss.shapes) and not spec.has_one_for(miss.shapes) for spec in specs):
             return self._provide_branch(kind, miss)
         try:
             requests = self._look_ahead(call)

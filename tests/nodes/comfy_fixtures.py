@@ -63,8 +63,11 @@ def home(make_home: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(home: Path) -> Callable[..., ComfyServer]:
-    """Make a server with the shared base folder or another one. It runs inside a `with` block."""
-    return lambda folder=home, *arguments: ComfyServer(COMFYUI, folder, arguments)
+    """Make a server with the shared base folder or another one. It runs inside a `with` block.
+
+    Named arguments are variables of its environment.
+    """
+    return lambda folder=home, *arguments, **variables: ComfyServer(COMFYUI, folder, arguments, variables)
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,8 @@ LIMIT, BACKGROUND, VERIFY = STORE_LIMIT, "CompiledGraphs.Background", "CompiledG
 
 @pytest.fixture(scope="module")
 def own(make_home, start_server):
-    """A server that shares its settings and store with no other server."""
-    with start_server(make_home("tiny_sd15")) as server:
+    """A server that shares its settings with no other one, and whose store is where ComfyUI keeps a user's files."""
+    with start_server(make_home("tiny_sd15"), COMPILED_GRAPHS_STORE="") as server:
         yield server
 
 
@@ -31,7 +31,7 @@ def choose(server, setting, value):
 
 
 def stored(server):
-    return list((server.home / "graphs").glob("*.graph.safetensors"))
+    return list((server.home / "user" / "compiled_graphs").glob("*.graph.safetensors"))
 
 
 def test_the_next_prompt_applies_the_chosen_store_size(own, workflow):
