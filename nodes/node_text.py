@@ -15,7 +15,7 @@ class NodeText:
     """The text of one node. Its parts are in the order in which they were first said."""
 
     def __init__(self, node_id: str, headings: Mapping[str, str] | None = None) -> None:
-        """`headings` has the headings of parts."""
+        """`headings` are by part."""
         self._node_id = node_id
         self._headings = headings or {}
         self._parts: dict[str, str] = {}
@@ -27,7 +27,7 @@ class NodeText:
         return join(self._parts.values())
 
     def show(self, part: str, text: str, workflow: str = "") -> str:
-        """The same, and show it, in the workflow that runs or in the one that is named."""
+        """Do what `put` does, and show the text in the workflow that runs, or in another one."""
         whole = self.put(part, text)
         events.show(self._node_id, whole, workflow)
         return whole

@@ -87,7 +87,7 @@ def languages() -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def _catalogue(language: str) -> Mapping[str, str]:
-    if language not in languages():  # requests name languages: no other text may become a path
+    if language not in languages():  # a request names the language, and must not name a file
         return {}
     try:
         return json.loads((LOCALES / f"{language}.json").read_text(encoding="utf-8"))

@@ -144,7 +144,7 @@ class GraphSpec:
         )
 
     def has_one_for(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether a size that is 1 in the graph is more in a call with these input shapes: it may vary there."""
+        """Whether a size that the graph fixes at 1 is larger in a call with these input shapes: it may be a symbol."""
         sizes = (
             pair
             for spec, shape in zip(self.inputs, shapes, strict=True)

@@ -245,7 +245,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
     )
     try:
         writes = spec.left_behind(shapes)
-        spec.frame_writes  # noqa: B018  raises here what would else end a call, if a file says nonsense
+        spec.frame_writes  # noqa: B018  raises here if a file's text makes no sense, and not within a call
     except Exception as error:  # a file says what it likes
         return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
     return Plan(entry, order, relayout, spec.small_sizes(shapes), defaults, frozenset(spec.reads), writes)

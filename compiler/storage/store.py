@@ -359,7 +359,7 @@ class UrlStore(_Store):
 
     @contextmanager
     def exclusive(self, key: str) -> Iterator[None]:
-        """Keep other machines from compiling a graph at the same time. Not reentrant. Nobody waits once it is made."""
+        """Keep other machines from compiling a graph at the same time, until it exists. Not reentrant."""
         graph = f"{key}{SUFFIX}"
         with claimed(_ClaimObject(self, f"{key}{CLAIM_SUFFIX}"), LOCK_LIMIT, lambda: self._is_made(graph)):
             yield

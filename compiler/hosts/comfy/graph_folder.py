@@ -81,7 +81,8 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
     name = filename_prefix
     try:
         os.makedirs(folder, exist_ok=True)
-        newest = _numbered(*_place(filename_prefix, folder), -1)
+        place, stem, counter = _place(filename_prefix, folder)
+        newest = _numbered(place, stem, counter - 1)
         if _holds(newest, graphs):
             return _in_file(newest.name, len(graphs))
         data = write_graphs([StoredGraph.of(graph) for graph in graphs], Trust())
@@ -125,8 +126,8 @@ def _create(filename_prefix: str, folder: str, data: bytes) -> str:
         return path.name
 
 
-def _numbered(place: str, stem: str, counter: int, step: int = 0) -> Path:
-    return Path(place, f"{stem}_{counter + step:05}_{SUFFIX}")
+def _numbered(place: str, stem: str, counter: int) -> Path:
+    return Path(place, f"{stem}_{counter:05}_{SUFFIX}")
 
 
 def _place(filename_prefix: str, folder: str) -> tuple[str, str, int]:
