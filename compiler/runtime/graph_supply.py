@@ -182,8 +182,8 @@ class GraphSupply:
         if signature.is_chunk:
             return self._provide_chunk(kind, miss)
         specs = [entry.graph.spec for entry in kind.graphs_of(signature.text)]
-        # Other graphs do not tell which of the call's sizes are symbols: one for videos with sound says nothing of those
-        # without, and one for a step that all frames share says nothing of a step for each frame.
+        # Other graphs do not tell which of the call's sizes are symbols: one for videos with sound says nothing of
+        # those without, and one for a step that all frames share says nothing of a step for each frame.
         if call is None or any(spec.is_empty_as(miss.shapes) and not spec.has_one_for(miss.shapes) for spec in specs):
             return self._provide_branch(kind, miss)
         try:

@@ -239,7 +239,7 @@ class RegionForward:
         """Return how the call is served, after asking for a graph if there is none. Raises Unsupported."""
         found, tensors = self._kind.lookup(args, kwargs, patch_points)
         asked: set[str] = set()
-        # A look ahead can show that a number in the call is a size: then the call misses again, under another signature.
+        # A look ahead can show that a number in the call is a size. Then it misses again, under another signature.
         while isinstance(found, Miss) and found.signature.text not in asked:
             asked.add(found.signature.text)
             if call:
