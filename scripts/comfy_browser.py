@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page, Route
+    from playwright.sync_api import Locator, Page, Route
 
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -77,8 +77,26 @@ def add_node(page: Page, kind: str) -> dict[str, Any]:
     )
 
 
-def click_node(page: Page) -> None:
-    """Click the title of the workflow's first node: newer frontends show at a click what goes with a selected node."""
+def click_until(page: Page, kind: str, shown: Locator) -> None:
+    """Click a node until this is shown: newer frontends show at a click what goes with a selected node.
+
+    A frontend that has just started misses clicks, and may load its first workflow over the node.
+    AssertionError: it was not shown in a minute; the message says what is on the canvas.
+    """
+    for attempt in range(60):
+        if attempt % 10 == 0:
+            add_node(page, kind)
+        _click_first_node(page)
+        page.wait_for_timeout(1000)
+        if shown.count():
+            return
+    canvas = page.evaluate(
+        "[app.graph.nodes.map(({ type }) => type), ...app.canvas.ds.offset, app.canvas.selectedItems?.size]"
+    )
+    raise AssertionError(f"clicks on {kind} did not show {shown}: {canvas}")
+
+
+def _click_first_node(page: Page) -> None:
     place = page.evaluate(
         """() => {
             const [x, y] = app.graph.nodes[0].pos, shown = app.canvas.canvas.getBoundingClientRect();

@@ -88,13 +88,8 @@ def test_a_nodes_info_button_opens_its_page(server, language):
     with comfy_browser.browse(server.address, {"Comfy.Locale": locale}) as browser:
         if browser is None:
             pytest.skip("this ComfyUI's frontend has no help pages")
-        comfy_browser.add_node(browser, "CG_CompileModel")
         button = browser.get_by_test_id("info-button")
-        for _ in range(60):  # a frontend that has just started misses some clicks
-            comfy_browser.click_node(browser)
-            browser.wait_for_timeout(1000)
-            if button.count():
-                break
+        comfy_browser.click_until(browser, "CG_CompileModel", button)
         button.dispatch_event("click")
         text = browser.locator(".node-help-content .markdown-content")
         text.wait_for()
