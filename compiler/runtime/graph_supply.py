@@ -194,9 +194,9 @@ class GraphSupply:
             return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
         of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
         if not any(covers(request.signature.text, signature.text) for request in of_kind):
-            # Repeated without patches, the call did not get here; the sizes of one like it vary in the same way.
+            # Repeated without patches, the call did not get here; the sizes of those like it vary in the same way.
             alike = (request.with_signature(signature) for request in of_kind)
-            requests += [request for request in alike if request][:1]
+            requests += [request for request in alike if request]
         for request in requests:
             refused = self._kinds.of(request.fingerprint).refusals
             if request.signature.text not in refused and self._is_missing(request):

@@ -34,13 +34,38 @@ def is_called_by(name: str, function: Callable) -> bool:
     return found is function
 
 
-def encode(constants: Mapping[str, Any]) -> str:
-    """Return plain values and dtypes as text."""
-    return json.dumps({n: {"dtype": str(v)} if isinstance(v, torch.dtype) else v for n, v in constants.items()})
+def encode(constants: Mapping[str, Any], sizes: list[torch.SymInt] | None = None) -> str:
+    """Return plain values and dtypes, and lists and tuples of those, as text.
+
+    Sizes that differ between the calls of a graph are put into `sizes`, and the text has their places there.
+    """
+    return json.dumps({name: _encode(value, sizes) for name, value in constants.items()})
 
 
 @lru_cache(maxsize=1024)
-def decode(constants: str) -> dict[str, Any]:
-    """Return what `encode` was given. Callers must not change it."""
-    values = json.loads(constants)
-    return {n: getattr(torch, v["dtype"].removeprefix("torch.")) if type(v) is dict else v for n, v in values.items()}
+def decode(constants: str, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return what `encode` was given, with these sizes. Callers must not change it."""
+    return {name: _decode(value, sizes) for name, value in json.loads(constants).items()}
+
+
+def _encode(value: Any, sizes: list[torch.SymInt] | None) -> Any:
+    if isinstance(value, torch.SymInt) and sizes is not None:
+        sizes.append(value)
+        return {"size": len(sizes) - 1}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value)}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_encode(item, sizes) for item in value]}
+    return value
+
+
+def _decode(value: Any, sizes: tuple[int, ...]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "size":
+        return sizes[content]
+    if kind == "dtype":
+        return getattr(torch, content.removeprefix("torch."))
+    items = (_decode(item, sizes) for item in content)
+    return [*items] if kind == "list" else tuple(items)

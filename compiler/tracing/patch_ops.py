@@ -8,7 +8,7 @@ the operator runs the patch function of that call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,8 @@ from ..identity.context_options import Unknown
 from .by_name import decode, encode
 from .once import once
 
-_REPLACEMENT = "(str hook, str constants, Tensor q, Tensor k, Tensor v) -> Tensor"
-_OUTPUT = "(str hook, str constants, Tensor x) -> Tensor"
+_REPLACEMENT = "(str hook, str constants, SymInt[] sizes, Tensor q, Tensor k, Tensor v) -> Tensor"
+_OUTPUT = "(str hook, str constants, SymInt[] sizes, Tensor x) -> Tensor"
 
 _running = threading.local()
 
@@ -49,7 +49,7 @@ def register_operators() -> None:
     for name, schema in (("replacement_patch", _REPLACEMENT), ("output_patch", _OUTPUT)):
         torch.library.define(f"compiled_graphs::{name}", schema)
         torch.library.impl(f"compiled_graphs::{name}", "CompositeExplicitAutograd", _run)
-        torch.library.register_fake(f"compiled_graphs::{name}", lambda hook, constants, x, *rest: x.new_empty(x.shape))
+        torch.library.register_fake(f"compiled_graphs::{name}", _fake)
 
 
 @contextmanager
@@ -68,12 +68,17 @@ def calling(call: PatchCall) -> Iterator[None]:
             raise PatchFailed(state["error"])
 
 
-def _run(hook: str, constants: str, *tensors: torch.Tensor) -> torch.Tensor:
+def _fake(hook: str, constants: str, sizes: Sequence[int], x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _run(hook: str, constants: str, sizes: Sequence[int] | None, *tensors: torch.Tensor) -> torch.Tensor:
+    """Call a patch. `sizes` are None instead of empty in an AOTInductor package."""
     state = _running.state
     expected = tensors[0]
     if state["error"] is None:
         try:
-            result = state["call"](hook, decode(constants), *tensors)
+            result = state["call"](hook, decode(constants, (*(sizes or ()),)), *tensors)
             if (result.shape, result.dtype) == (expected.shape, expected.dtype):
                 # An operator must return a new tensor, but a patch may return one that it was given.
                 inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -89,23 +94,27 @@ def placeholder(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]
     """Return the function that takes a patch's place while a region is traced.
 
     `known` are the options that each call brings itself. The options that the block adds become constants of the
-    graph. Raises Unsupported if one of those is not a plain value.
+    graph, and sizes among them are the call's. Raises Unsupported if one of those is not a plain value.
     """
     register_operators()
 
     def patch(*arguments: Any) -> torch.Tensor:
         *tensors, options = arguments
         added = {n: v for n, v in dict.items(options) if n not in known and not isinstance(v, Unknown)}
-        constants = _encode(added)
+        for name, value in added.items():
+            if not _is_plain(value):
+                raise Unsupported(ReasonCode.PATCH_ARGUMENT, name)
+        sizes: list[torch.SymInt] = []
+        constants = encode(added, sizes)
         if len(tensors) == 1:
-            return torch.ops.compiled_graphs.output_patch(hook, constants, *tensors)
-        return torch.ops.compiled_graphs.replacement_patch(hook, constants, *tensors)
+            return torch.ops.compiled_graphs.output_patch(hook, constants, sizes, *tensors)
+        return torch.ops.compiled_graphs.replacement_patch(hook, constants, sizes, *tensors)
 
     return patch
 
 
-def _encode(constants: Mapping[str, Any]) -> str:
-    for name, value in constants.items():
-        if not isinstance(value, int | float | str | None | torch.dtype) or isinstance(value, torch.SymInt):
-            raise Unsupported(ReasonCode.PATCH_ARGUMENT, name)
-    return encode(constants)
+def _is_plain(value: Any) -> bool:
+    """Whether the value is a constant, a size, or a list of those, such as where the image's tokens are."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float | str | None | torch.dtype | torch.SymInt)

@@ -23,11 +23,11 @@ def _operators():
 
 
 def output(x, constants=CONSTANTS):
-    return torch.ops.compiled_graphs.output_patch("middle", constants, x)
+    return torch.ops.compiled_graphs.output_patch("middle", constants, [], x)
 
 
 def replacement(q, k, v):
-    return torch.ops.compiled_graphs.replacement_patch("attn2", CONSTANTS, q, k, v)
+    return torch.ops.compiled_graphs.replacement_patch("attn2", CONSTANTS, [], q, k, v)
 
 
 def test_an_operator_calls_what_is_there_now():
@@ -102,9 +102,10 @@ def test_a_stand_in_keeps_what_the_block_adds_to_the_options():
         assert patch(q, k, v, options).sum() == 36
 
 
-def test_options_that_no_graph_can_hold_are_named():
+@pytest.mark.parametrize("value", [torch.ones(1), [1, [torch.ones(1)]], {"a": 1}], ids=["tensor", "list", "dict"])
+def test_options_that_no_graph_can_hold_are_named(value):
     with pytest.raises(Unsupported, match="a patch that is given mask, which is no plain value"):
-        placeholder("attn2", {})(torch.ones(1), {"mask": torch.ones(1)})
+        placeholder("attn2", {})(torch.ones(1), {"mask": value})
 
 
 def test_sizes_stay_symbols_through_an_operator():
@@ -117,3 +118,50 @@ def test_sizes_stay_symbols_through_an_operator():
     with calling(lambda hook, constants, x: x * 10):
         for size in (2, 9):
             assert program.module()(torch.ones(size, 4)).tolist() == [[21] * 4] * size
+
+
+def where_the_image_is():
+    class Block(torch.nn.Module):
+        def forward(self, text, image):
+            both = torch.cat((text, image), 1)
+            options = {"img_slice": [text.shape[1], both.shape[1]], "grid": (2, (image.shape[1],)), "heads": 4}
+            return placeholder("attn1_output", {})(both, options)
+
+    tokens = torch.export.Dim.AUTO
+    shapes = ({1: tokens}, {1: tokens})
+    return torch.export.export(Block(), (torch.ones(2, 5, 4), torch.ones(2, 9, 4)), dynamic_shapes=shapes, strict=False)
+
+
+def call_with_sizes(graph):
+    seen = []
+    for text, image in ((5, 9), (7, 30)):
+        with calling(lambda hook, constants, x: (seen.append(constants), x + 1)[1]):
+            assert graph(torch.ones(2, text, 4), torch.ones(2, image, 4)).shape == (2, text + image, 4)
+    return seen
+
+
+SEEN = [
+    {"img_slice": [5, 14], "grid": (2, (9,)), "heads": 4},
+    {"img_slice": [7, 37], "grid": (2, (30,)), "heads": 4},
+]
+
+
+def test_a_patch_is_given_the_sizes_of_its_call():
+    assert call_with_sizes(where_the_image_is().module()) == SEEN
+
+
+def test_a_compiled_patch_is_given_the_sizes_of_its_call(cpp_compiler, tmp_path):
+    program = where_the_image_is()
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "graph.pt2"))
+    assert call_with_sizes(torch._inductor.aoti_load_package(package)) == SEEN
+
+
+def test_a_compiled_patch_without_sizes_is_called(cpp_compiler, tmp_path):
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return placeholder("middle", {})(x * 2, {"heads": 4}) + 1
+
+    program = torch.export.export(Block(), (torch.ones(3, 4),), strict=False)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "graph.pt2"))
+    with calling(lambda hook, constants, x: x * constants["heads"]):
+        assert torch._inductor.aoti_load_package(package)(torch.ones(3, 4)).tolist() == [[9] * 4] * 3

@@ -1,7 +1,8 @@
 """ComfyUI's attention patches that can be operators inside of a graph (see `tracing.patch_ops`).
 
 `comfy.ldm.modules.attention.BasicTransformerBlock` looks them up: replacements of self- and cross-attention by
-block, and patches of what attention or the block's middle gives. These take and give tensors of one shape.
+block, and patches of what attention or the block's middle gives. Blocks of other networks look up patches of what
+attention gives (`comfy.ldm.flux.layers`). These take and give tensors of one shape.
 Patches of what goes into attention (`attn1_patch`, `attn2_patch`) may change shapes, and are no operators.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ....common.compare import disagreement
-from ....identity.context_options import Patches, TracedOptions, Unknown
+from ....identity.context_options import Patches, TracedOptions, Unknown, fresh
 from ....tracing.patch_ops import placeholder
 from ..comfy_compat import BLOCK, OPTIONS, PATCHES
 from ..comfy_compat import REPLACEMENTS as REPLACED
@@ -29,23 +30,41 @@ PLACES = frozenset(
 )
 """Options that say where a call is. One graph serves equal blocks at several places, so they are unknown to it."""
 
+UNNUMBERED = "unnumbered"
+"""Stands among the patch points of a call that does not say its block's number: Krea 2 calls no patches there."""
+
 _ALL = "*"
-_LOOKED_UP = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
-"""What the code of that block names."""
+_NUMBER = "block_index"
+_OF_UNETS = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
+"""What the code of `BasicTransformerBlock` names."""
 
 
-def can_be_operators(string_constants: frozenset[str]) -> bool:
-    """Whether code with these string constants is that block's, or has it inside."""
-    return string_constants >= _LOOKED_UP
+def operators_in(string_constants: frozenset[str]) -> frozenset[str]:
+    """Return the patches that can be operators in code with these string constants.
+
+    All of them in a UNet's block. In other code those of outputs: what "attn1" means there is not known.
+    """
+    return PATCH_POINTS if _is_of_unet(string_constants) else string_constants & {*OUTPUTS}
 
 
 def patch_points_of(options: Mapping[str, Any], string_constants: frozenset[str]) -> str:
     """Return the patch points of a call in a canonical form, such as "attn2:0,1;middle_patch"."""
-    patches, replaced = options.get(PATCHES), options.get(REPLACED)
-    if not (patches or replaced) or not can_be_operators(string_constants):
+    patches, replaced = options.get(PATCHES) or {}, options.get(REPLACED)
+    if not (patches or replaced):
         return ""
-    found = [f"{name}:{where}" for name in REPLACEMENTS if (where := _where(replaced, name, options.get(BLOCK)))]
-    return ";".join([*found, *(name for name in OUTPUTS if (patches or {}).get(name))])
+    outputs = [name for name in OUTPUTS if patches.get(name)]
+    if _is_of_unet(string_constants):
+        places = {name: _where(replaced, name, options.get(BLOCK)) for name in REPLACEMENTS}
+        return ";".join([*(f"{name}:{where}" for name, where in places.items() if where), *outputs])
+    found = [name for name in outputs if name in string_constants]
+    if found and _NUMBER in string_constants and _NUMBER not in options:
+        found.append(UNNUMBERED)
+    return ";".join(found)
+
+
+def _is_of_unet(string_constants: frozenset[str]) -> bool:
+    """Whether code with these string constants is that of `BasicTransformerBlock`, or has it inside."""
+    return string_constants >= _OF_UNETS
 
 
 def _where(replaced: Mapping[str, Mapping[tuple, Any]] | None, name: str, block: tuple | None) -> str:
@@ -60,9 +79,13 @@ def _where(replaced: Mapping[str, Mapping[tuple, Any]] | None, name: str, block:
 
 def traced_options(own: Mapping[str, Any], patch_points: str) -> TracedOptions:
     """Return options to trace with: operators in place of patches. Raises ValueError for points that do not exist."""
-    options = TracedOptions({**own, PATCHES: {}, REPLACED: {}}, PLACES)
+    points = patch_points.split(";") if patch_points else []
+    places = PLACES - {_NUMBER} if UNNUMBERED in points else PLACES
+    options = TracedOptions({**own, PATCHES: {}, REPLACED: {}}, places)
     replaced = {name: Patches() for name in REPLACEMENTS}
-    for hook in patch_points.split(";") if patch_points else ():
+    for hook in points:
+        if hook == UNNUMBERED:
+            continue
         name, _, where = hook.partition(":")
         if name not in PATCH_POINTS:
             raise ValueError(f"no hook is named {name}")
@@ -70,7 +93,7 @@ def traced_options(own: Mapping[str, Any], patch_points: str) -> TracedOptions:
             where = ",".join(str(int(number)) for number in where.split(","))
         elif name in REPLACEMENTS and not where:
             raise ValueError(f"no block for {name}")
-        patch = placeholder(name, {*own, *PLACES} - {"block_index"})  # the call's options say the others
+        patch = placeholder(name, {*own, *PLACES, PATCHES, REPLACED} - {_NUMBER})  # the call's options say the others
         if name in OUTPUTS:
             dict.__getitem__(options, PATCHES)[name] = [patch]
         else:
@@ -89,21 +112,21 @@ def _at(patch: Callable, where: str, key: Any) -> Callable | None:
 class PatchCalls:
     """Calls a running call's patches for the operators of its graph, with the options they would be given.
 
-    `BasicTransformerBlock` makes one dictionary of options for all patches of a call, who may leave things in it
-    for those after them.
+    A block makes one dictionary of options for all its patches of a call, who may leave things in it for those
+    after them. Some blocks leave the patches out of it. Here they are always in it.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._given = {name: value for name, value in options.items() if name not in (PATCHES, REPLACED)}
-        self._extra: dict[int, dict[str, Any]] = {}
+        self._extra: dict[str, dict[str, Any]] = {}
 
     def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
-        number = constants.get("block_index", 0)
-        extra = self._extra.get(number)
+        which = str(constants)
+        extra = self._extra.get(which)
         if extra is None:
-            extra = self._extra[number] = self._given | constants
+            extra = self._extra[which] = dict(self._options) | {name: fresh(value) for name, value in constants.items()}
         if hook in REPLACEMENTS:
+            number = constants.get(_NUMBER, 0)
             blocks, block = self._options[REPLACED][hook], tuple(self._options[BLOCK])
             return (blocks.get((*block, number)) or blocks[block])(*tensors, extra)
         (result,) = tensors
@@ -146,7 +169,7 @@ class RecordedPatches:
 
     def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
         """Return what a patch gave to the block, and note if the graph hands it something else."""
-        calls = self._seen[hook, constants.get("block_index", 0)]
+        calls = self._seen[hook, constants.get(_NUMBER, self._own.get(_NUMBER, 0))]
         if not calls:
             self.error = self.error or f"a call of patch {hook} that eager does not make"
             return tensors[0].clone()
@@ -174,7 +197,7 @@ class RecordedPatches:
     def _note(
         self, name: str, extra: Mapping[str, Any], given: tuple[torch.Tensor, ...], result: torch.Tensor
     ) -> torch.Tensor:
-        self._seen[name, extra.get("block_index", 0)].append((given, result.clone()))
+        self._seen[name, extra.get(_NUMBER, 0)].append((given, result.clone()))
         return result
 
 

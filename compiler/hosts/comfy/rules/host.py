@@ -222,8 +222,7 @@ class ComfyHost(Host):
         if context.get(CACHE) is not None:
             return Reason(ReasonCode.EARLIER_TOKENS)
         options = context.get(OPTIONS) or {}
-        can_be_operators = attention_patches.can_be_operators(string_constants)
-        operators = attention_patches.PATCH_POINTS if can_be_operators else frozenset()
+        operators = attention_patches.operators_in(string_constants)
         for name, patches in options.get(PATCHES, {}).items():
             if patches and name in string_constants and name not in operators:
                 return Reason(ReasonCode.PATCH, name)

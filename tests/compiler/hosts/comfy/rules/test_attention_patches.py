@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import comfy.supported_models
 import pytest
 import torch
+from architectures import TABLE, At
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy.rules.attention_patches import (
@@ -51,6 +53,30 @@ def test_hooks_are_those_that_the_block_will_look_up(given, patch_points):
     assert patch_points_of(options(**given), frozenset({"attn2"})) == "", "another block's code"
 
 
+OF_FLUX = frozenset({"patches", "attn1_patch", "attn1_output_patch", "img_slice"})
+OF_KREA = OF_FLUX | {"block_index"}
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "patch_points"),
+    [
+        ({}, OF_FLUX, "attn1_output_patch"),
+        ({"block_index": 2}, OF_FLUX, "attn1_output_patch"),
+        ({"block_index": 2}, OF_KREA, "attn1_output_patch"),
+        ({}, OF_KREA, "attn1_output_patch;unnumbered"),
+        ({}, frozenset({"patches", "attn1_patch"}), ""),
+    ],
+)
+def test_other_code_has_operators_for_the_outputs_that_it_names(given, code, patch_points):
+    given = {**options(attn1={("input", 4): first}, attn1_output_patch=[first], middle_patch=[first]), **given}
+    assert patch_points_of(given, code) == patch_points
+
+
+def test_code_sees_whether_its_block_has_a_number():
+    assert "block_index" in traced_options({}, "attn1_output_patch")
+    assert "block_index" not in traced_options({}, "attn1_output_patch;unnumbered")
+
+
 def test_the_function_for_one_transformer_comes_before_that_for_all():
     given = options(attn2={("input", 4): lambda *a: "all", ("input", 4, 1): lambda *a: "one"})
     call = PatchCalls(given)
@@ -61,7 +87,7 @@ def test_a_patch_sees_the_options_of_the_call_and_of_the_block():
     seen = {}
     given = options(middle_patch=[lambda x, extra: seen.update(extra) or x + 1, lambda x, extra: x * 2])
     assert PatchCalls(given)("middle_patch", {"n_heads": 8}, 3) == 8
-    assert seen.keys() == {"block", "sigmas", "n_heads"}
+    assert seen.keys() == {*given, "n_heads"}
     assert seen["block"] == ("input", 4)
 
 
@@ -219,3 +245,25 @@ def test_a_block_that_asks_where_it_is_runs_eagerly(load, registry, sample, monk
     assert same(sample(fast, "tiny_sd15"), sample(model, "tiny_sd15"))
     reasons = host.compiled_model(fast).summary().reasons
     assert any("depends on the transformer option block" in str(reason) for reason in reasons)
+
+
+@pytest.mark.parametrize("name", ["Flux dev", "FLUX.2 dev, Klein", "Chroma", "Krea 2"])
+def test_normalized_attention_guidance_is_compiled_in_blocks_of_other_networks(name, registry):
+    guidance = pytest.importorskip("comfy_extras.nodes_nag").NAGuidance.execute
+    architecture = next(row for row in TABLE if row.name == name)
+    if not hasattr(comfy.supported_models, architecture.cls):
+        pytest.skip(f"this ComfyUI has no {architecture.cls}")
+    first, *others = At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33), At(2, 3, 17, 33, 20)
+
+    def sampled(patcher, at):
+        (guided,) = guidance(patcher, 5.0, 0.5, 1.5)
+        return architecture.sample(guided, at)
+
+    plain = architecture.patcher()
+    fast = host.compile_model(architecture.patcher(), host.Request("eager"))[0]
+    assert same(sampled(fast, first), sampled(plain, first))
+    assert not same(architecture.sample(plain, first), sampled(plain, first)), "the patch acts"
+    with totals.expect(compiles=0, retired=0):
+        for at in others:
+            assert same(sampled(fast, at), sampled(plain, at))
+    assert host.compiled_model(fast).counters.eager_calls == {}
