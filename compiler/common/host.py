@@ -21,7 +21,10 @@ from .torch_compat import FakeTensor
 from .weight_source import NetworkWeights, ResidentWeights
 
 PatchCall = Callable[..., torch.Tensor]
-"""Calls the patch for a hook: f(hook, constants, *tensors) -> a tensor with the shape and dtype of the first."""
+"""Calls the patch for a hook: f(hook, constants, *tensors, **arguments) -> the patch's result.
+
+Its attribute `unforeseen`, if it has one, names hooks that act although the graph does not say so.
+"""
 
 
 @dataclass(frozen=True)
@@ -221,8 +224,12 @@ class Host:
     def apply_writes(self, context: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Write to a call's context arguments what the region's own code would have written."""
 
-    def patch_names(self, context: Mapping[str, Any], patch_points: str) -> frozenset[str]:
-        """Return the names of the functions behind the patch points. A graph is checked once with each function."""
+    def patch_names(
+        self, context: Mapping[str, Any], patch_points: str, string_constants: frozenset[str]
+    ) -> frozenset[str]:
+        """Return the names of the functions that a graph calls in this call: those behind the patch points, and others
+        that any graph of code with these string constants calls. A graph is checked once with each function.
+        """
         return frozenset()
 
     def prepare_for_tracing(self, weightless: nn.Module) -> None:
@@ -230,6 +237,10 @@ class Host:
 
     def unsupported_patch(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> Reason | None:
         """Return why this call's context arguments would change what a region computes, or None."""
+        return None
+
+    def unsupported_read(self, context: Mapping[str, Any], names: frozenset[str]) -> Reason | None:
+        """Return why a graph cannot serve this call: it was traced without an option of one of these names."""
         return None
 
     def can_be_captured(self, operator: str) -> bool:

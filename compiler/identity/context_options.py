@@ -78,6 +78,8 @@ class TracedOptions(dict):
         super().__init__(entries)
         self.reads: set[str] = set()
         """Names that the code read and that are absent here. A call that has one of them needs another graph."""
+        self.is_copy = False
+        """Whether the code made it. What is left in it does not reach the call's own options."""
         self._before = entries
 
     def writes(self) -> dict[str, Any]:
@@ -122,7 +124,7 @@ class TracedOptions(dict):
         """Return a copy whose reads count as reads of the call's own options."""
         own = TracedOptions({})
         dict.update(own, dict.items(self))
-        own.reads = self.reads
+        own.reads, own.is_copy = self.reads, True
         return own
 
     __copy__ = copy

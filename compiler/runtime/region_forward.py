@@ -167,9 +167,9 @@ class RegionForward:
         patch_points = self._host.patch_points(context, self._kind.string_constants)
         seen = see(module, self._kind.fingerprint, self._host, self._kind.window_sizes, args, kwargs)
         plan, tensors = self._plan(seen.args, seen.kwargs, patch_points, running)
-        if plan.reads and (reason := self._host.unsupported_patch(context, plan.reads)):
+        if plan.reads and (reason := self._host.unsupported_read(context, plan.reads)):
             raise Unsupported.of(reason)
-        patches = self._host.patch_names(context, patch_points) if patch_points else frozenset()
+        patches = self._host.patch_names(context, patch_points, self._kind.string_constants)
         if patches and patches in plan.entry.rejected:
             raise Unsupported.of(plan.entry.rejected[patches])
         spec = plan.entry.graph.spec
@@ -189,7 +189,7 @@ class RegionForward:
         if plan.writes:
             self._host.apply_writes(call.context, plan.writes)
         try:
-            with calling(self._host.patch_call(call.context)) if call.patch_points else nullcontext():
+            with calling(self._host.patch_call(call.context)) if call.patches else nullcontext():
                 result, left = call.unpack(self._run(plan, call.weights, call.tensors))
         except torch.cuda.OutOfMemoryError:
             raise
@@ -200,6 +200,8 @@ class RegionForward:
                 raise  # the inputs may be half written, or the captured graph is at fault
             self._retire(plan, f"{type(error).__name__}: {error}", checked in plan.entry.verified)
             return call.eager(call.context)
+        if plan.writes and call.patches:  # what a patch was given, it was given there
+            self._host.apply_writes(call.context, plan.writes)
         if call.window:
             call.window.write(*left)
         return result
@@ -304,7 +306,7 @@ class RegionForward:
         self.check_next = False
         was_right = plan.small_sizes | call.patches in plan.entry.verified
         copies = _copies(call.tensors)
-        recorded = self._host.record_patches(call.context, call.patch_points) if call.patch_points else None
+        recorded = self._host.record_patches(call.context, call.patch_points) if call.patches else None
         theirs = _eager_beside(copies, call, recorded.context if recorded else call.context)
         if recorded:
             recorded.hand_over()
@@ -416,7 +418,7 @@ def _eager_beside(copies: list[torch.Tensor], call: _Call, context: Mapping[str,
     try:
         return call.eager(context)
     except torch.cuda.OutOfMemoryError:
-        if spec.mutated or call.window or call.patch_points:  # what it wrote or called cannot be undone
+        if spec.mutated or call.window or call.patches:  # what it wrote or called cannot be undone
             raise
     copies.clear()
     return call.eager(context)

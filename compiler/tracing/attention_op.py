@@ -2,42 +2,47 @@
 
 Hosts choose an attention kernel for the machine and the user (cuDNN, SageAttention, xFormers, chunked
 for little memory). A trace through the function would lose that choice, and a chunk size computed from today's
-free memory would become a limit on every later call.
+free memory would become a limit on every later call. A person's own function for one model, an override, is called
+in place of the host's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 
 from ..common.reason import ReasonCode, Unsupported
+from ..identity.context_options import TracedOptions
 from ..identity.memory_format import CHANNELS_LAST
 from .by_name import decode, encode, function_now, is_called_by
 from .once import once
+from .patch_ops import acts, added_options, call_patch, decoded
 
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
 _SCHEMA = (
-    "attention(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
-    "bool skip_reshape, bool skip_output_reshape) -> Tensor"
+    "(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
+    "bool skip_reshape, bool skip_output_reshape, bool are_own, str constants, SymInt[] sizes) -> Tensor"
 )
+OVERRIDE = "attention override"
+"""Hook of a function that takes the place of the host's attention in one model. Graphs need not foresee it."""
 
 _GIVEN_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, str options) -> Tensor"
 
 
 @once
 def register_operator() -> None:
-    """Define `torch.ops.compiled_graphs.attention`, unless another copy of this package did.
+    """Define `torch.ops.compiled_graphs.host_attention`, unless another copy of this package did.
 
     Call this before a graph that uses it is traced, loaded or called.
     """
-    if hasattr(torch.ops.compiled_graphs, "attention"):
+    if hasattr(torch.ops.compiled_graphs, "host_attention"):
         return
-    torch.library.define("compiled_graphs::attention", _SCHEMA.removeprefix("attention"))
-    torch.library.impl("compiled_graphs::attention", "CompositeExplicitAutograd", _run)
-    torch.library.register_fake("compiled_graphs::attention", _shape)
+    torch.library.define("compiled_graphs::host_attention", _SCHEMA)
+    torch.library.impl("compiled_graphs::host_attention", "CompositeExplicitAutograd", _run)
+    torch.library.register_fake("compiled_graphs::host_attention", _shape)
     torch.library.define("compiled_graphs::map_attention", _MAP_SCHEMA)
     torch.library.impl("compiled_graphs::map_attention", "CompositeExplicitAutograd", _run_map)
     torch.library.register_fake("compiled_graphs::map_attention", lambda function, q, k, v: torch.empty_like(q))
@@ -63,6 +68,9 @@ def opaque_attention(
     attn_precision: torch.dtype | None = None,
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
+    *,
+    known: Container[str] = (),
+    pass_by: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> torch.Tensor:
     """Take the place of an attention function with ComfyUI's calling convention while a region is traced.
@@ -71,16 +79,27 @@ def opaque_attention(
     skip_reshape. Returns [batch, tokens, heads * dim], or [batch, heads, tokens, dim] with
     skip_output_reshape (`comfy.ldm.modules.attention`, hook `optimized_attention_override`). A function that
     cannot be found again by its name, or a call with options that this operator does not know, is traced through.
+
+    `known` are the transformer options that each call brings itself: an override gets those and what the block adds,
+    to the call's own dictionary or to a copy. `pass_by` is called if the graph cannot call an override here.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    known = {"_inside_attn_wrapper", "transformer_options"}
-    if not is_called_by(name, function) or any(value is not None for key, value in options.items() if key not in known):
+    others = options.keys() - {"_inside_attn_wrapper", "transformer_options"}
+    if not is_called_by(name, function) or any(options[key] is not None for key in others):
+        pass_by()
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
+    given = options.get("transformer_options") or {}
+    are_own = isinstance(given, TracedOptions) and not given.is_copy
+    try:
+        constants, sizes = added_options(given, known)
+    except Unsupported:
+        pass_by()
+        constants, sizes = encode({}), []
     register_operator()
     if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
         q, k, v = map(by_tokens, (q, k, v))
-    return torch.ops.compiled_graphs.attention(
-        name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape
+    return torch.ops.compiled_graphs.host_attention(
+        name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, are_own, constants, sizes
     )
 
 
@@ -129,12 +148,27 @@ def opaque_map_attention(function: Callable) -> Callable:
     return lambda q, k, v: torch.ops.compiled_graphs.map_attention(name, q, k, v)
 
 
-def _run(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
-    output = function_now(function)(
-        q, k, v, heads, mask=mask, attn_precision=precision,
-        skip_reshape=skip_reshape, skip_output_reshape=skip_output_reshape,
-    )  # fmt: skip
-    return output.to(q.dtype).contiguous()
+def _run(
+    function: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None,
+    precision: torch.dtype | None,
+    skip_reshape: bool,
+    skip_output_reshape: bool,
+    are_own: bool,
+    constants: str,
+    sizes: Sequence[int] | None,
+) -> torch.Tensor:
+    given = {"attn_precision": precision, "skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+    if not acts(OVERRIDE):
+        return function_now(function)(q, k, v, heads, mask=mask, **given).to(q.dtype).contiguous()
+    tensors = (q, k, v) if mask is None else (q, k, v, mask)
+    shape = _output_shape(q, v, heads, skip_reshape, skip_output_reshape)
+    given |= {"function": function, "heads": heads, "are_own": are_own}
+    return call_patch(OVERRIDE, decoded(constants, sizes), tensors, shape, **given)
 
 
 def _run_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN202
@@ -145,7 +179,7 @@ def _run_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN202
 def _shape_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN202
     given = decode(options)
     is_split, stays_split = given.get("skip_reshape", False), given.get("skip_output_reshape", False)
-    return _shape(function, q, k, v, heads, mask, None, is_split, stays_split)
+    return q.new_empty(_output_shape(q, v, heads, is_split, stays_split))
 
 
 def _run_map(function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -159,7 +193,13 @@ def _dense(feature_map: torch.Tensor) -> torch.Tensor:
     return feature_map if is_channels_last else feature_map.contiguous()
 
 
-def _shape(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape):  # noqa: ANN001, ANN202
+def _shape(function, q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape, *options):  # noqa: ANN001, ANN202
+    return q.new_empty(_output_shape(q, v, heads, skip_reshape, skip_output_reshape))
+
+
+def _output_shape(
+    q: torch.Tensor, v: torch.Tensor, heads: int, skip_reshape: bool, skip_output_reshape: bool
+) -> tuple[int, ...]:
     batch, tokens = q.shape[0], q.shape[2 if skip_reshape else 1]
     dim = v.shape[-1] if skip_reshape else math.prod(v.shape[2:]) // heads
-    return q.new_empty((batch, heads, tokens, dim) if skip_output_reshape else (batch, tokens, heads * dim))
+    return (batch, heads, tokens, dim) if skip_output_reshape else (batch, tokens, heads * dim)

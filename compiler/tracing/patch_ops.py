@@ -8,8 +8,9 @@ the operator runs the patch function of that call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from .once import once
 
 _REPLACEMENT = "(str hook, str constants, SymInt[] sizes, Tensor q, Tensor k, Tensor v) -> Tensor"
 _OUTPUT = "(str hook, str constants, SymInt[] sizes, Tensor x) -> Tensor"
-
-_running = threading.local()
 
 
 class WrongOutput(ReasonedError):
@@ -44,9 +43,9 @@ def register_operators() -> None:
 
     Call this before a graph that uses them is traced, loaded or called.
     """
-    if hasattr(torch.ops.compiled_graphs, "replacement_patch"):
+    if hasattr(torch.ops.compiled_graphs, "replacement_hook"):
         return
-    for name, schema in (("replacement_patch", _REPLACEMENT), ("output_patch", _OUTPUT)):
+    for name, schema in (("replacement_hook", _REPLACEMENT), ("output_hook", _OUTPUT)):
         torch.library.define(f"compiled_graphs::{name}", schema)
         torch.library.impl(f"compiled_graphs::{name}", "CompositeExplicitAutograd", _run)
         torch.library.register_fake(f"compiled_graphs::{name}", _fake)
@@ -58,28 +57,32 @@ def calling(call: PatchCall) -> Iterator[None]:
 
     The exception is kept until then, because a compiled graph need not pass it on unchanged.
     """
-    outer = getattr(_running, "state", None)
-    _running.state = state = {"call": call, "error": None}
+    running = _running()
+    outer = getattr(running, "state", None)
+    running.state = state = {"call": call, "error": None}
     try:
         yield
     finally:
-        _running.state = outer
+        running.state = outer
         if state["error"] is not None:
             raise PatchFailed(state["error"])
 
 
-def _fake(hook: str, constants: str, sizes: Sequence[int], x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def acts(hook: str) -> bool:
+    """Whether the running call has a patch for a hook that its graph need not know about."""
+    state = getattr(_running(), "state", None)
+    return state is not None and hook in getattr(state["call"], "unforeseen", ())
 
 
-def _run(hook: str, constants: str, sizes: Sequence[int] | None, *tensors: torch.Tensor) -> torch.Tensor:
-    """Call a patch. `sizes` are None instead of empty in an AOTInductor package."""
-    state = _running.state
-    expected = tensors[0]
+def call_patch(
+    hook: str, constants: Mapping[str, Any], tensors: Sequence[torch.Tensor], shape: Sequence[int], **arguments: Any
+) -> torch.Tensor:
+    """Call the running call's patch for a hook. What it returns has this shape, and the first tensor's dtype."""
+    state, like = _running().state, tensors[0]
     if state["error"] is None:
         try:
-            result = state["call"](hook, decode(constants, (*(sizes or ()),)), *tensors)
-            if (result.shape, result.dtype) == (expected.shape, expected.dtype):
+            result = state["call"](hook, constants, *tensors, **arguments)
+            if (result.shape, result.dtype) == (torch.Size(shape), like.dtype):
                 # An operator must return a new tensor, but a patch may return one that it was given.
                 inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
                 output = result.clone() if result.untyped_storage().data_ptr() in inputs else result
@@ -87,7 +90,21 @@ def _run(hook: str, constants: str, sizes: Sequence[int] | None, *tensors: torch
             raise WrongOutput(ReasonCode.PATCH_RESULT, hook)
         except BaseException as error:
             state["error"] = error
-    return torch.zeros_like(expected, memory_format=torch.contiguous_format)
+    return like.new_zeros(shape)
+
+
+@cache
+def _running() -> threading.local:
+    """Return what threads run. Copies of this package share it, as they share the operators."""
+    return vars(torch.ops.compiled_graphs).setdefault("running", threading.local())
+
+
+def _fake(hook: str, constants: str, sizes: Sequence[int], x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _run(hook: str, constants: str, sizes: Sequence[int] | None, *tensors: torch.Tensor) -> torch.Tensor:
+    return call_patch(hook, decoded(constants, sizes), tensors, tensors[0].shape)
 
 
 def placeholder(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]:
@@ -100,17 +117,30 @@ def placeholder(hook: str, known: Container[str]) -> Callable[..., torch.Tensor]
 
     def patch(*arguments: Any) -> torch.Tensor:
         *tensors, options = arguments
-        added = {n: v for n, v in dict.items(options) if n not in known and not isinstance(v, Unknown)}
-        for name, value in added.items():
-            if not _is_plain(value):
-                raise Unsupported(ReasonCode.PATCH_ARGUMENT, name)
-        sizes: list[torch.SymInt] = []
-        constants = encode(added, sizes)
+        constants, sizes = added_options(options, known)
         if len(tensors) == 1:
-            return torch.ops.compiled_graphs.output_patch(hook, constants, sizes, *tensors)
-        return torch.ops.compiled_graphs.replacement_patch(hook, constants, sizes, *tensors)
+            return torch.ops.compiled_graphs.output_hook(hook, constants, sizes, *tensors)
+        return torch.ops.compiled_graphs.replacement_hook(hook, constants, sizes, *tensors)
 
     return patch
+
+
+def added_options(options: Mapping[str, Any], known: Container[str]) -> tuple[str, list[torch.SymInt]]:
+    """Return the options that a block adds to those `known`, as text, and the sizes among them.
+
+    Raises Unsupported if one is not a plain value.
+    """
+    added = {n: v for n, v in dict.items(options) if n not in known and not isinstance(v, Unknown)}
+    for name, value in added.items():
+        if not _is_plain(value):
+            raise Unsupported(ReasonCode.PATCH_ARGUMENT, name)
+    sizes: list[torch.SymInt] = []
+    return encode(added, sizes), sizes
+
+
+def decoded(constants: str, sizes: Sequence[int] | None) -> dict[str, Any]:
+    """Return what `added_options` was given. An AOTInductor package gives None for sizes if there are none."""
+    return decode(constants, (*(sizes or ()),))
 
 
 def _is_plain(value: Any) -> bool:

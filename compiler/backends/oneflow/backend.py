@@ -22,9 +22,12 @@ from typing import Any, Protocol
 import torch
 
 from ...common import boot
+from ...common.reason import ReasonCode
 from ...common.words import join, say
 from ...identity.graph_spec import GraphSpec
+from ...tracing.attention_op import OVERRIDE
 from ...tracing.export import ExportedRegion
+from ...tracing.patch_ops import PatchFailed, WrongOutput, acts
 from ..base import GiveWay, at_once
 from .instances import Instances, memory_limit, pack
 from .program import portable
@@ -112,6 +115,8 @@ class OneFlowExecutable:
         self._engine: Engine | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        if acts(OVERRIDE):  # OneFlow computes attention itself
+            raise PatchFailed(WrongOutput(ReasonCode.OPTION, OVERRIDE))
         if self._engine is None:
             self._engine = engine(self._device)
             self._engine.add(self._name, self._data, self._weights)

@@ -383,7 +383,7 @@ def _scaled_dot_product_attention(
     return _attend(q, k, v, mask, scale)
 
 
-@_named("compiled_graphs.attention.default")
+@_named("compiled_graphs.host_attention.default")
 def _host_attention(
     function: str,
     q: Any,
@@ -394,6 +394,7 @@ def _host_attention(
     precision: Any,
     skip_reshape: bool,
     skip_output_reshape: bool,
+    *options: Any,
 ) -> Any:
     """Compute `tracing.attention_op.opaque_attention`. Every function that a host may choose computes this."""
     if not skip_reshape:

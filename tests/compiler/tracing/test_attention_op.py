@@ -119,11 +119,11 @@ def test_the_output_has_the_dtype_of_the_queries():
 def test_the_operator_can_be_registered_again():
     register_operator()
     register_operator()
-    assert hasattr(torch.ops.compiled_graphs, "attention")
+    assert hasattr(torch.ops.compiled_graphs, "host_attention")
 
 
 def test_traced_region_calls_the_operator():
-    assert "compiled_graphs.attention.default" in operators(export(Stack(OpaqueBlock)).program)
+    assert "compiled_graphs.host_attention.default" in operators(export(Stack(OpaqueBlock)).program)
 
 
 def test_a_region_with_opaque_attention_serves_every_size(registry):
@@ -149,7 +149,7 @@ def test_function_without_a_name_is_traced_through():
     def local(q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape, **_):
         return q + v
 
-    assert "compiled_graphs.attention.default" not in traced_operators(local)
+    assert "compiled_graphs.host_attention.default" not in traced_operators(local)
 
 
 def test_a_function_with_the_name_of_another_is_traced_through():
@@ -157,7 +157,7 @@ def test_a_function_with_the_name_of_another_is_traced_through():
     def doubled(q, k, v, heads, mask, *_, **__):
         return 2 * (q + k)
 
-    assert "compiled_graphs.attention.default" not in traced_operators(doubled)
+    assert "compiled_graphs.host_attention.default" not in traced_operators(doubled)
 
 
 def test_a_function_whose_wrapper_has_its_name_is_called_by_that(monkeypatch):
@@ -168,16 +168,16 @@ def test_a_function_whose_wrapper_has_its_name_is_called_by_that(monkeypatch):
         return host_attention(*args, **options)
 
     monkeypatch.setattr(networks, host_attention.__name__, wrapper)
-    assert "compiled_graphs.attention.default" in traced_operators(host_attention)
+    assert "compiled_graphs.host_attention.default" in traced_operators(host_attention)
 
 
 def test_options_the_operator_does_not_know_are_traced_through():
-    assert "compiled_graphs.attention.default" not in traced_operators(host_attention, low_precision=True)
+    assert "compiled_graphs.host_attention.default" not in traced_operators(host_attention, low_precision=True)
 
 
 def test_bookkeeping_and_options_that_are_none_stay_opaque():
     extras = {"transformer_options": {"a": 1}, "low_precision": None}
-    assert "compiled_graphs.attention.default" in traced_operators(host_attention, **extras)
+    assert "compiled_graphs.host_attention.default" in traced_operators(host_attention, **extras)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -23,11 +23,11 @@ def _operators():
 
 
 def output(x, constants=CONSTANTS):
-    return torch.ops.compiled_graphs.output_patch("middle", constants, [], x)
+    return torch.ops.compiled_graphs.output_hook("middle", constants, [], x)
 
 
 def replacement(q, k, v):
-    return torch.ops.compiled_graphs.replacement_patch("attn2", CONSTANTS, [], q, k, v)
+    return torch.ops.compiled_graphs.replacement_hook("attn2", CONSTANTS, [], q, k, v)
 
 
 def test_an_operator_calls_what_is_there_now():

@@ -4,11 +4,15 @@
 block, and patches of what attention or the block's middle gives. Blocks of other networks look up patches of what
 attention gives (`comfy.ldm.flux.layers`). These take and give tensors of one shape.
 Patches of what goes into attention (`attn1_patch`, `attn2_patch`) may change shapes, and are no operators.
+
+An override (`optimized_attention_override`) takes the place of ComfyUI's attention function in one model. Each graph
+calls it, if there is one.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +21,10 @@ import torch
 
 from ....common.compare import disagreement
 from ....identity.context_options import Patches, TracedOptions, Unknown, fresh
+from ....tracing.attention_op import OVERRIDE, opaque_attention
+from ....tracing.by_name import function_now
 from ....tracing.patch_ops import placeholder
-from ..comfy_compat import BLOCK, OPTIONS, PATCHES
+from ..comfy_compat import ATTENTION_OVERRIDE, BLOCK, OPTIONS, PATCHES
 from ..comfy_compat import REPLACEMENTS as REPLACED
 
 OUTPUTS = ("attn1_output_patch", "middle_patch", "attn2_output_patch")
@@ -77,11 +83,20 @@ def _where(replaced: Mapping[str, Mapping[tuple, Any]] | None, name: str, block:
     return ",".join(str(n) for n in sorted(key[2] for key in blocks if key[:-1] == tuple(block) and len(key) == 3))
 
 
-def traced_options(own: Mapping[str, Any], patch_points: str) -> TracedOptions:
-    """Return options to trace with: operators in place of patches. Raises ValueError for points that do not exist."""
+def traced_options(has_override: bool, patch_points: str) -> TracedOptions:
+    """Return options to trace with: operators in place of patches, and of attention if it can be overridden.
+
+    Raises ValueError for points that do not exist.
+    """
     points = patch_points.split(";") if patch_points else []
     places = PLACES - {_NUMBER} if UNNUMBERED in points else PLACES
-    options = TracedOptions({**own, PATCHES: {}, REPLACED: {}}, places)
+    known = {ATTENTION_OVERRIDE, *PLACES, PATCHES, REPLACED} - {_NUMBER}  # the call's options say these
+    own = {PATCHES: {}, REPLACED: {}}
+    if has_override:  # a graph that computes attention itself serves no call with an override
+        own[ATTENTION_OVERRIDE] = partial(
+            opaque_attention, known=known, pass_by=lambda: options.reads.add(ATTENTION_OVERRIDE)
+        )
+    options = TracedOptions(own, places)
     replaced = {name: Patches() for name in REPLACEMENTS}
     for hook in points:
         if hook == UNNUMBERED:
@@ -93,7 +108,7 @@ def traced_options(own: Mapping[str, Any], patch_points: str) -> TracedOptions:
             where = ",".join(str(int(number)) for number in where.split(","))
         elif name in REPLACEMENTS and not where:
             raise ValueError(f"no block for {name}")
-        patch = placeholder(name, {*own, *PLACES, PATCHES, REPLACED} - {_NUMBER})  # the call's options say the others
+        patch = placeholder(name, known)
         if name in OUTPUTS:
             dict.__getitem__(options, PATCHES)[name] = [patch]
         else:
@@ -116,15 +131,16 @@ class PatchCalls:
     after them. Some blocks leave the patches out of it. Here they are always in it.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         self._extra: dict[str, dict[str, Any]] = {}
+        self.unforeseen = _unforeseen(options)
+        """Hooks that act although the graph does not name them."""
 
-    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
-        which = str(constants)
-        extra = self._extra.get(which)
-        if extra is None:
-            extra = self._extra[which] = dict(self._options) | {name: fresh(value) for name, value in constants.items()}
+    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor, **given: Any) -> torch.Tensor:
+        if hook == OVERRIDE:
+            return self._override(constants, tensors, **given)
+        extra = self._extra_of(constants)
         if hook in REPLACEMENTS:
             number = constants.get(_NUMBER, 0)
             blocks, block = self._options[REPLACED][hook], tuple(self._options[BLOCK])
@@ -133,6 +149,36 @@ class PatchCalls:
         for patch in self._options[PATCHES][hook]:
             result = patch(result, extra)
         return result
+
+    def _extra_of(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that a block would give to a patch, as it left them for the patches before."""
+        which = str(constants)
+        if which not in self._extra:
+            self._extra[which] = self._options | {name: fresh(value) for name, value in constants.items()}
+        return self._extra[which]
+
+    def _override(
+        self,
+        constants: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        function: str,
+        heads: int,
+        are_own: bool,
+        **given: Any,
+    ) -> torch.Tensor:
+        """Call an override as the wrapper around ComfyUI's attention functions does (`wrap_attn`).
+
+        With `are_own`, attention is given the call's own options, where an override may leave something.
+        """
+        options = self._options if are_own else dict(self._options)
+        options.update({name: fresh(value) for name, value in constants.items()})
+        q, k, v, *rest = tensors
+        given |= {"mask": rest[0] if rest else None, "transformer_options": options, "_inside_attn_wrapper": True}
+        return options[ATTENTION_OVERRIDE](inspect.unwrap(function_now(function)), q, k, v, heads, **given)
+
+
+def _unforeseen(options: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset([OVERRIDE] if ATTENTION_OVERRIDE in options else [])
 
 
 class RecordedPatches:
@@ -143,11 +189,14 @@ class RecordedPatches:
 
     def __init__(self, options: dict[str, Any], patch_points: str) -> None:
         names = {hook.partition(":")[0] for hook in patch_points.split(";")}
-        self._seen: dict[tuple[str, int], deque[tuple[tuple[torch.Tensor, ...], torch.Tensor]]] = defaultdict(deque)
-        self.error = ""
-        """How what the graph gave to a patch differs from what the block gave."""
+        self._seen: dict[tuple[str, int], list[tuple[tuple[torch.Tensor, ...], torch.Tensor]]] = defaultdict(list)
+        self._error = ""
         self._own = options
         self.options = dict(options)
+        self.unforeseen = _unforeseen(options)
+        """Hooks that act although the graph does not name them."""
+        if ATTENTION_OVERRIDE in options:
+            self.options[ATTENTION_OVERRIDE] = self._overriding(options[ATTENTION_OVERRIDE])
         if PATCHES in options:
             recorded = {name: [self._output(name, given)] for name, given in options[PATCHES].items() if name in names}
             self.options[PATCHES] = {**options[PATCHES], **recorded}
@@ -159,23 +208,43 @@ class RecordedPatches:
             self.options[REPLACED] = {**replaced, **recorded}
 
     @property
+    def error(self) -> str:
+        """How the calls of patches by a graph that has run differ from the block's; empty if they agree."""
+        left = sorted({hook for (hook, _), calls in self._seen.items() if calls})
+        return self._error or (f"no call of patch {left[0]}, which eager makes" if left else "")
+
+    @property
     def context(self) -> dict[str, Any]:
         """The context arguments for the eager block."""
         return {OPTIONS: self.options}
 
     def hand_over(self) -> None:
         """Leave in the call's options what the block left in those that it was given."""
-        self._own.update({n: v for n, v in self.options.items() if n not in (PATCHES, REPLACED)})
+        ours = (PATCHES, REPLACED, ATTENTION_OVERRIDE)
+        self._own.update({name: value for name, value in self.options.items() if name not in ours})
 
-    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor) -> torch.Tensor:
-        """Return what a patch gave to the block, and note if the graph hands it something else."""
+    def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Return what a patch gave to the block, and note if the graph hands it something else.
+
+        Calls that do not depend on one another may come in another order.
+        """
         calls = self._seen[hook, constants.get(_NUMBER, self._own.get(_NUMBER, 0))]
         if not calls:
-            self.error = self.error or f"a call of patch {hook} that eager does not make"
+            self._error = self._error or f"a call of patch {hook} that eager does not make"
             return tensors[0].clone()
-        given, result = calls.popleft()
-        self.error = self.error or disagreement(tensors, given) or ""
-        return result.clone()
+        differences = [disagreement(tensors, seen) or "" for seen, _ in calls]
+        place = differences.index("") if "" in differences else 0
+        self._error = self._error or differences[place]
+        return calls.pop(place)[1].clone()
+
+    def _overriding(self, override: Callable) -> Callable:
+        def call(function: Callable, *arguments: Any, **given: Any) -> torch.Tensor:
+            tensors = [value for value in (*arguments, given.get("mask")) if isinstance(value, torch.Tensor)]
+            copies = tuple(tensor.clone() for tensor in tensors)
+            result = override(function, *arguments, **given)
+            return self._note(OVERRIDE, given["transformer_options"], copies, result)
+
+        return call
 
     def _output(self, name: str, patches: Sequence[Callable]) -> Callable:
         def call(tensor: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
@@ -202,8 +271,9 @@ class RecordedPatches:
 
 
 def patch_names(options: Mapping[str, Any], patch_points: str) -> frozenset[str]:
-    """Return the names of the functions behind the patch points."""
+    """Return the names of the functions behind the patch points, and of an override."""
     names = {hook.partition(":")[0] for hook in patch_points.split(";")}
     patches = [p for name in names & {*OUTPUTS} for p in options[PATCHES][name]]
     patches += [p for name in names & {*REPLACEMENTS} for p in options[REPLACED][name].values()]
+    patches += [options[ATTENTION_OVERRIDE]] if ATTENTION_OVERRIDE in options else []
     return frozenset(f"{p.__module__}.{getattr(p, '__qualname__', type(p).__qualname__)}" for p in patches)

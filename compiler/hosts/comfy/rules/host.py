@@ -18,7 +18,7 @@ from ....common.weight_source import NetworkWeights
 from ....identity.context_options import TracedOptions, fresh
 from ....identity.libraries import is_outside
 from ....identity.source import functions_in
-from ....tracing.attention_op import given_attention, opaque_attention, opaque_map_attention
+from ....tracing.attention_op import given_attention, opaque_map_attention
 from ....tracing.patch_ops import PatchCall
 from .. import comfy_compat, deep_cache, local_classes
 from ..comfy_compat import (
@@ -45,7 +45,7 @@ FULL_PRECISION = "_full_precision_mm"
 """Attribute of a quantised layer that multiplies in the dtype of its input."""
 
 # What a block may look up to hand it on. Tracing sees to it that the block does no more with it.
-_BOOKKEEPING = attention_patches.PLACES | {PATCHES, REPLACEMENTS}
+_BOOKKEEPING = attention_patches.PLACES | {PATCHES, REPLACEMENTS, ATTENTION_OVERRIDE}
 
 _LAYER_SETTINGS = frozenset(
     {
@@ -181,8 +181,7 @@ class ComfyHost(Host):
         """Options with operators for patches; where the core offers the hook, attention becomes one, too."""
         if name == CACHE:
             return None
-        own = {ATTENTION_OVERRIDE: opaque_attention} if ATTENTION_OVERRIDE in string_constants else {}
-        return attention_patches.traced_options(own, patch_points)
+        return attention_patches.traced_options(ATTENTION_OVERRIDE in string_constants, patch_points)
 
     def patch_points(self, context: Mapping[str, Any], string_constants: frozenset[str]) -> str:
         return attention_patches.patch_points_of(context.get(OPTIONS) or {}, string_constants)
@@ -206,8 +205,12 @@ class ComfyHost(Host):
         is_attention = function.startswith(f"{ATTENTION_MODULE}:")
         return given_attention(function) if is_attention else super().operator_for(function)
 
-    def patch_names(self, context: Mapping[str, Any], patch_points: str) -> frozenset[str]:
-        return attention_patches.patch_names(context[OPTIONS], patch_points)
+    def patch_names(
+        self, context: Mapping[str, Any], patch_points: str, string_constants: frozenset[str]
+    ) -> frozenset[str]:
+        options = context.get(OPTIONS) or {}
+        acts = patch_points or (ATTENTION_OVERRIDE in options and ATTENTION_OVERRIDE in string_constants)
+        return attention_patches.patch_names(options, patch_points) if acts else frozenset()
 
     def prepare_for_tracing(self, weightless: nn.Module) -> None:
         """A VAE's attention chooses its function when it is built, and some of those look at free memory."""
@@ -234,6 +237,10 @@ class ComfyHost(Host):
                 return Reason(ReasonCode.OPTION, name)
         return None
 
+    def unsupported_read(self, context: Mapping[str, Any], names: frozenset[str]) -> Reason | None:
+        found = sorted(names & (context.get(OPTIONS) or {}).keys())
+        return Reason(ReasonCode.OPTION, found[0]) if found else None
+
     def can_be_captured(self, operator: str) -> bool:
         """The library of quantised weights has kernels of its own, and not all of them bear a capture."""
         known = (*comfy_compat.CAPTURED_OPERATORS, *comfy_compat.OPERATORS_WITH_WORKSPACES)
@@ -255,6 +262,8 @@ class ComfyHost(Host):
             return Reason(ReasonCode.DEEP_CACHE)
         if any(options.get(PATCHES, {}).values()) or any(options.get(REPLACEMENTS, {}).values()):
             return Reason(ReasonCode.ANY_PATCH)
+        if ATTENTION_OVERRIDE in options:  # it may do anything, and something else at another step
+            return Reason(ReasonCode.OPTION, ATTENTION_OVERRIDE)
         if self.runs_inside(context):
             return Reason(ReasonCode.NETWORK_WRAPPER)
         return self.unsupported_patch(context, string_constants)

@@ -73,8 +73,8 @@ def test_other_code_has_operators_for_the_outputs_that_it_names(given, code, pat
 
 
 def test_code_sees_whether_its_block_has_a_number():
-    assert "block_index" in traced_options({}, "attn1_output_patch")
-    assert "block_index" not in traced_options({}, "attn1_output_patch;unnumbered")
+    assert "block_index" in traced_options(False, "attn1_output_patch")
+    assert "block_index" not in traced_options(False, "attn1_output_patch;unnumbered")
 
 
 def test_the_function_for_one_transformer_comes_before_that_for_all():
@@ -111,7 +111,7 @@ def test_functions_are_told_apart_by_name():
 @pytest.mark.parametrize("patch_points", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
 def test_hooks_of_a_file_that_make_no_sense_are_refused(patch_points):
     with pytest.raises(ValueError):  # noqa: PT011  int() and we
-        traced_options({}, patch_points)
+        traced_options(False, patch_points)
     signature, _ = parse(json.dumps([["dict", []], ["transformer_options"], patch_points]))
     assert signature.patch_points == patch_points
 
@@ -267,3 +267,113 @@ def test_normalized_attention_guidance_is_compiled_in_blocks_of_other_networks(n
         for at in others:
             assert same(sampled(fast, at), sampled(plain, at))
     assert host.compiled_model(fast).counters.eager_calls == {}
+
+
+def overridden(patcher, override):
+    """Set a function in the place of attention, as nodes for SageAttention do."""
+    clone = patcher.clone()
+    clone.model_options = {**clone.model_options}
+    options = {**clone.model_options["transformer_options"], "optimized_attention_override": override}
+    clone.model_options["transformer_options"] = options
+    return clone
+
+
+def halved(function, *arguments, **given):
+    return function(*arguments, **given) * 0.5
+
+
+def by_block(function, *arguments, **given):
+    options = given["transformer_options"]
+    options["calls"] = options.get("calls", 0) + 1
+    number = options.get("block_index", 0) + len(options.get("block", ())) + options["calls"] / 100
+    return function(*arguments, **given) * (1 + number / 10)
+
+
+def random_override(function, *arguments, **given):
+    return function(*arguments, **given) + torch.rand(1).item()
+
+
+OVERRIDES = [halved, by_block, random_override]
+
+
+@pytest.fixture
+def overrides():
+    from comfy.ldm.modules import attention
+
+    if not hasattr(attention, "wrap_attn"):
+        pytest.skip("this ComfyUI has no attention overrides")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_an_override_of_attention_is_called_from_inside_of_graphs(load, registry, sample, overrides, override, verify):
+    model = load("tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager", verify=verify))[0]
+    steps = {"steps": 2}
+    with totals.expect(compiles=0, retired=0):
+        for _ in range(2):
+            assert same(sample(overridden(fast, override), "tiny_sd15", **steps),
+                        sample(overridden(model, override), "tiny_sd15", **steps))  # fmt: skip
+        assert same(sample(fast, "tiny_sd15", **steps), sample(model, "tiny_sd15", **steps))
+    assert host.compiled_model(fast).counters.eager_calls == {}
+
+
+@pytest.mark.parametrize("name", ["Flux dev", "Qwen-Image", "Wan 2.1 and 2.2 14B, text to video", "LTX-2"])
+@pytest.mark.parametrize("override", [halved, by_block])
+def test_networks_of_other_kinds_call_an_override(name, override, registry, overrides):
+    architecture = next(row for row in TABLE if row.name == name)
+    if not hasattr(comfy.supported_models, architecture.cls):
+        pytest.skip(f"this ComfyUI has no {architecture.cls}")
+    plain, fast = architecture.patcher(), host.compile_model(architecture.patcher(), host.Request("eager"))[0]
+    for at in (At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)):
+        ours, theirs = (architecture.sample(overridden(patcher, override), at) for patcher in (fast, plain))
+        assert same(ours, theirs)
+        assert not same(architecture.sample(plain, at), theirs), "it acts"
+    assert host.compiled_model(fast).counters.eager_calls == {}
+
+
+def test_the_node_that_chooses_an_attention_keeps_a_model_compiled(load, registry, sample, overrides):
+    model = load("tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager"))[0]
+    from comfy.ldm.modules.attention import attention_basic
+
+    clones = [patcher.clone() for patcher in (fast, model)]
+    if not hasattr(model, "set_model_optimized_attention"):
+        pytest.skip("this ComfyUI has no such node")
+    for clone in clones:
+        clone.set_model_optimized_attention(attention_basic)
+    with totals.expect(compiles=0, retired=0):
+        assert same(*(sample(clone, "tiny_sd15") for clone in clones))
+    assert host.compiled_model(fast).counters.eager_calls == {}
+
+
+def test_an_override_that_gives_another_dtype_runs_as_it_would(load, registry, sample, overrides):
+    def wide(function, *arguments, **given):
+        return function(*arguments, **given).double()
+
+    model = load("tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager", verify=False))[0]
+    with pytest.raises(RuntimeError) as theirs:  # the next layer refuses it
+        sample(overridden(model, wide), "tiny_sd15")
+    with totals.expect(retired=0), pytest.raises(RuntimeError) as ours:
+        sample(overridden(fast, wide), "tiny_sd15")
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_attention_that_no_graph_can_hand_over_is_left_to_the_block(load, registry, sample, overrides, monkeypatch):
+    from comfy.ldm.modules import attention
+
+    forward = attention.CrossAttention.forward
+
+    def with_scale(self, x, context=None, value=None, mask=None, transformer_options={}):  # noqa: B006  as in ComfyUI
+        own = {**transformer_options, "of_the_block": torch.ones(1)}
+        return forward(self, x, context, value, mask, own)
+
+    monkeypatch.setattr(attention.CrossAttention, "forward", with_scale)
+    model = load("tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager", verify=False))[0]
+    assert same(sample(fast, "tiny_sd15"), sample(model, "tiny_sd15"))
+    assert host.compiled_model(fast).counters.eager_calls == {}
+    assert same(sample(overridden(fast, halved), "tiny_sd15"), sample(overridden(model, halved), "tiny_sd15"))
+    reasons = map(str, host.compiled_model(fast).counters.eager_calls)
+    assert any("transformer option optimized_attention_override" in reason for reason in reasons)
