@@ -92,6 +92,11 @@ class CallSignature:
         """Whether the call is given a chunk of a video, of any length."""
         return CELLS in self.spec.context
 
+    @property
+    def unpatched(self) -> str:
+        """The text of the same call without patches."""
+        return _text(json.loads(self.text)[:2])
+
     def has_tensors_of(self, other: CallSignature) -> bool:
         """Whether another call has its tensors in the same places, with the same ranks, dtypes and devices."""
         one, another = (
@@ -252,7 +257,7 @@ def read(
     home = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
     record = [_outline(arguments, home), context, *([patch_points] if patch_points else [])]
     kept = tuple(_marker(leaf) for leaf in pytree.tree_leaves(arguments))
-    return CallSignature(json.dumps(record, separators=(",", ":")), spec, kept, context, patch_points), tensors
+    return CallSignature(_text(record), spec, kept, context, patch_points), tensors
 
 
 def parse(text: str) -> tuple[CallSignature, list[tuple[int, torch.dtype]]]:
@@ -267,6 +272,10 @@ def parse(text: str) -> tuple[CallSignature, list[tuple[int, torch.dtype]]]:
         return CallSignature(text, spec, tuple(leaves), tuple(map(str, context)), "".join(patch_points)), tensors
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"not the signature of a call ({type(error).__name__})") from None
+
+
+def _text(record: list[Any]) -> str:
+    return json.dumps(record, separators=(",", ":"))
 
 
 def _marker(leaf: Any) -> Any:

@@ -181,6 +181,8 @@ class GraphSupply:
         signature = miss.signature
         if signature.is_chunk:
             return self._provide_chunk(kind, miss)
+        if signature.patch_points and self._provide_patched(kind, miss):
+            return None
         specs = [entry.graph.spec for entry in kind.graphs_of(signature.text)]
         # Other graphs do not tell which of the call's sizes are symbols: one for videos with sound says nothing of
         # those without, and one for a step that all frames share says nothing of a step for each frame.
@@ -207,6 +209,25 @@ class GraphSupply:
         if kind.graphs_of(signature.text) and not kind.answers(miss):
             return self._provide_branch(kind, miss)
         return None if kind.is_settled(signature.text) else Reason(ReasonCode.SIZE_ARGUMENT)
+
+    def _provide_patched(self, kind: RegionKind, miss: Miss) -> bool:
+        """Provide a graph with places for patches, like one that the same call without patches has.
+
+        Returns whether there is one that serves the call now.
+        """
+        region, plain = self._kinds.region_of(kind.fingerprint), kind.graphs_of(miss.signature.unpatched)
+        if region is None:
+            return False
+        for entry in sorted(plain, key=lambda entry: not entry.graph.spec.has_fixed_sizes(miss.shapes)):
+            request = GraphRequest.like(entry.graph, region, self._kinds.target.device).with_signature(miss.signature)
+            if request and self._is_missing(request):
+                self._check_cancelled()
+                self._settle(self._get(request), 1, 1)
+                self._on_change()
+                self._note([request])
+            if kind.answers(miss):
+                return True
+        return False
 
     def _provide_chunk(self, kind: RegionKind, miss: Miss) -> Reason | None:
         """Provide a graph for chunks of a video like this one: calls ahead do not meet every kind of chunk."""

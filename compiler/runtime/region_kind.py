@@ -196,12 +196,12 @@ class RegionKind:
         return Miss(signature, shapes) if self.has_room(signature.text) else Refusal(_MANY_SIGNATURES)
 
     def _read(self, call: Call, patch_points: str) -> tuple[CallSignature, list[torch.Tensor]]:
-        """Return a call's signature and tensors; with ints as sizes, if such calls are settled."""
+        """Return a call's signature and tensors; with ints as sizes, if such calls are settled, patched or not."""
         plain = read(call, patch_points=patch_points)
         if not self.sizes or plain[0].text in self.graphs:
             return plain
         sized = read(call, patch_points=patch_points, sizes=self.sizes)
-        return sized if self._is_known(sized[0].text) else plain
+        return sized if any(map(self._is_known, {sized[0].text, sized[0].unpatched})) else plain
 
     def has_room(self, signature_text: str) -> bool:
         """Whether calls of a signature may have a graph of their own."""

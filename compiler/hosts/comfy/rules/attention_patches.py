@@ -41,6 +41,7 @@ UNNUMBERED = "unnumbered"
 
 _ALL = "*"
 _NUMBER = "block_index"
+_SWITCH = {"True": True, "False": False}
 _OF_UNETS = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
 """What the code of `BasicTransformerBlock` names."""
 
@@ -54,18 +55,31 @@ def operators_in(string_constants: frozenset[str]) -> frozenset[str]:
 
 
 def patch_points_of(options: Mapping[str, Any], string_constants: frozenset[str]) -> str:
-    """Return the patch points of a call in a canonical form, such as "attn2:0,1;middle_patch"."""
+    """Return the patch points of a call in a canonical form, such as "attn2:0,1;middle_patch".
+
+    Switches that code names are among them, such as "a2v_cross_attn=False".
+    """
+    switches = [f"{name}={options[name]}" for name in switches_in(options, string_constants)]
+    return ";".join([*_patch_points(options, string_constants), *switches])
+
+
+def switches_in(options: Mapping[str, Any], string_constants: frozenset[str]) -> list[str]:
+    """Return the names of options that are True or False, and that the code looks up."""
+    return sorted(name for name, value in options.items() if type(value) is bool and name in string_constants - PLACES)
+
+
+def _patch_points(options: Mapping[str, Any], string_constants: frozenset[str]) -> list[str]:
     patches, replaced = options.get(PATCHES) or {}, options.get(REPLACED)
     if not (patches or replaced):
-        return ""
+        return []
     outputs = [name for name in OUTPUTS if patches.get(name)]
     if _is_of_unet(string_constants):
         places = {name: _where(replaced, name, options.get(BLOCK)) for name in REPLACEMENTS}
-        return ";".join([*(f"{name}:{where}" for name, where in places.items() if where), *outputs])
+        return [*(f"{name}:{where}" for name, where in places.items() if where), *outputs]
     found = [name for name in outputs if name in string_constants]
     if found and _NUMBER in string_constants and _NUMBER not in options:
         found.append(UNNUMBERED)
-    return ";".join(found)
+    return found
 
 
 def _is_of_unet(string_constants: frozenset[str]) -> bool:
@@ -89,9 +103,12 @@ def traced_options(has_override: bool, patch_points: str) -> TracedOptions:
     Raises ValueError for points that do not exist.
     """
     points = patch_points.split(";") if patch_points else []
+    switches = dict(point.split("=", 1) for point in points if "=" in point)
     places = PLACES - {_NUMBER} if UNNUMBERED in points else PLACES
-    known = {ATTENTION_OVERRIDE, *PLACES, PATCHES, REPLACED} - {_NUMBER}  # the call's options say these
-    own = {PATCHES: {}, REPLACED: {}}
+    known = {ATTENTION_OVERRIDE, *PLACES, PATCHES, REPLACED, *switches} - {_NUMBER}  # the call's options say these
+    if not _SWITCH.keys() >= {*switches.values()}:
+        raise ValueError(f"no switch has a value of {', '.join(switches.values())}")
+    own = {name: _SWITCH[value] for name, value in switches.items()} | {PATCHES: {}, REPLACED: {}}
     if has_override:  # a graph that computes attention itself serves no call with an override
         own[ATTENTION_OVERRIDE] = partial(
             opaque_attention, known=known, pass_by=lambda: options.reads.add(ATTENTION_OVERRIDE)
@@ -99,7 +116,7 @@ def traced_options(has_override: bool, patch_points: str) -> TracedOptions:
     options = TracedOptions(own, places)
     replaced = {name: Patches() for name in REPLACEMENTS}
     for hook in points:
-        if hook == UNNUMBERED:
+        if hook == UNNUMBERED or "=" in hook:
             continue
         name, _, where = hook.partition(":")
         if name not in PATCH_POINTS:

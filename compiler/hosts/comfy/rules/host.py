@@ -232,8 +232,8 @@ class ComfyHost(Host):
         for name, blocks in options.get(REPLACEMENTS, {}).items():
             if name in string_constants and name not in operators and _covers(blocks, options.get(BLOCK)):
                 return Reason(ReasonCode.REPLACEMENT_PATCH, name)
-        for name in options:
-            if name in string_constants and name not in _BOOKKEEPING:
+        for name, value in options.items():
+            if name in string_constants and name not in _BOOKKEEPING and type(value) is not bool:
                 return Reason(ReasonCode.OPTION, name)
         return None
 
@@ -264,6 +264,8 @@ class ComfyHost(Host):
             return Reason(ReasonCode.ANY_PATCH)
         if ATTENTION_OVERRIDE in options:  # it may do anything, and something else at another step
             return Reason(ReasonCode.OPTION, ATTENTION_OVERRIDE)
+        if switches := attention_patches.switches_in(options, string_constants):
+            return Reason(ReasonCode.OPTION, switches[0])
         if self.runs_inside(context):
             return Reason(ReasonCode.NETWORK_WRAPPER)
         return self.unsupported_patch(context, string_constants)

@@ -72,6 +72,14 @@ def test_other_code_has_operators_for_the_outputs_that_it_names(given, code, pat
     assert patch_points_of(given, code) == patch_points
 
 
+def test_switches_that_code_names_are_among_the_patch_points():
+    given = options() | {"b_switch": False, "a_switch": True, "other": True, "block_index": True}
+    assert patch_points_of(given, OF_KREA | {"a_switch", "b_switch"}) == "a_switch=True;b_switch=False"
+    traced = traced_options(False, "a_switch=True;b_switch=False")
+    assert (traced.get("a_switch"), traced.get("b_switch", True), traced.get("c_switch", 5)) == (True, False, 5)
+    assert (traced.reads, traced.writes()) == ({"c_switch"}, {})
+
+
 def test_code_sees_whether_its_block_has_a_number():
     assert "block_index" in traced_options(False, "attn1_output_patch")
     assert "block_index" not in traced_options(False, "attn1_output_patch;unnumbered")
@@ -108,7 +116,7 @@ def test_functions_are_told_apart_by_name():
     assert patch_names(options(attn2={("input", 4): first}), "attn2:*") == {f"{__name__}.first"}
 
 
-@pytest.mark.parametrize("patch_points", ["attn9:*", "attn2:x", "attn2:", "__import__('os')"])
+@pytest.mark.parametrize("patch_points", ["attn9:*", "attn2:x", "attn2:", "__import__('os')", "switch=yes"])
 def test_hooks_of_a_file_that_make_no_sense_are_refused(patch_points):
     with pytest.raises(ValueError):  # noqa: PT011  int() and we
         traced_options(False, patch_points)
@@ -329,6 +337,30 @@ def test_networks_of_other_kinds_call_an_override(name, override, registry, over
         ours, theirs = (architecture.sample(overridden(patcher, override), at) for patcher in (fast, plain))
         assert same(ours, theirs)
         assert not same(architecture.sample(plain, at), theirs), "it acts"
+    assert host.compiled_model(fast).counters.eager_calls == {}
+
+
+def test_networks_without_one_of_their_parts_are_compiled(registry):
+    """As LTX-2's guidance nodes have it: one pass without the attention between video and sound."""
+    architecture = next(row for row in TABLE if row.name == "LTX-2")
+    if not hasattr(comfy.supported_models, architecture.cls):
+        pytest.skip(f"this ComfyUI has no {architecture.cls}")
+
+    def sampled(patcher, at, **switches):
+        clone = patcher.clone()
+        clone.model_options = {**clone.model_options}
+        clone.model_options["transformer_options"] = {**clone.model_options["transformer_options"], **switches}
+        return architecture.sample(clone, at)
+
+    first, other = At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)
+    plain, fast = architecture.patcher(), host.compile_model(architecture.patcher(), host.Request("eager"))[0]
+    ways = [{}, {"a2v_cross_attn": False}, {"a2v_cross_attn": False, "v2a_cross_attn": False}, {"a2v_cross_attn": True}]
+    for switches in ways:
+        assert same(sampled(fast, first, **switches), sampled(plain, first, **switches))
+    assert not same(sampled(plain, first), sampled(plain, first, **ways[1]))
+    with totals.expect(compiles=0, retired=0):
+        for switches in ways:
+            assert same(sampled(fast, other, **switches), sampled(plain, other, **switches))
     assert host.compiled_model(fast).counters.eager_calls == {}
 
 
