@@ -34,6 +34,7 @@ from ..common.jobs import CompileJobs, side_by_side
 from ..common.reason import Reason, ReasonCode, ReasonedError, Unsupported
 from ..common.tensor_slots import tensor_slots
 from ..common.timing import Timing
+from ..common.torch_compat import guards_value, needs_values
 from ..identity.call_signature import graph_key
 from ..identity.graph_spec import CompiledGraph, Executable, GraphSpec
 from ..storage.base import Store
@@ -144,7 +145,12 @@ def _traced(task: _Task) -> ExportedRegion:
     module = task.request.module
     with untouched(module, task.by.host) as describer:
         is_known = describer.describe(module).fingerprint == task.request.fingerprint
-        exported = export_region(task.request, task.by.host)
+        try:
+            exported = export_region(task.request, task.by.host)
+        except Exception as error:
+            if value := needs_values(error) or guards_value(error):
+                raise Unsupported(ReasonCode.DEPENDS_ON_VALUES, value) from error
+            raise
         if not is_known or not describer.watch.holds():
             raise Unsupported(ReasonCode.CHANGES_MEANWHILE)
     return exported

@@ -68,6 +68,8 @@ class CompiledModel:
         self._forwards: weakref.WeakValueDictionary[str, RegionForward] = weakref.WeakValueDictionary()
         self._canary = Canary()
         self._has_replayed = False
+        self._calls_blocks: bool | None = None
+        """Whether the network has called one of its blocks. None before its first call."""
 
     def __reduce__(self) -> tuple:
         """Copy and pickle as None: a copy of a network is not compiled. Hooks of others have attributes of ours."""
@@ -136,6 +138,10 @@ class CompiledModel:
     def note_call(self, call: RunningCall) -> None:
         """Take note of a call of the network that has ended."""
         self._has_replayed |= call.was_replayed
+        if call.regions:
+            self._calls_blocks = True
+        elif self._calls_blocks is None:
+            self._calls_blocks, call.had_setup = False, True
         self._canary.note(call)
         self._cache.note_run(call.entries)
 
@@ -203,7 +209,8 @@ class CompiledModel:
     def summary(self) -> Summary:
         """Return how things stand now."""
         kinds = self.kinds()
-        return Summary.of(kinds, self.counters, self._supply.loaded, self._supply.compiled, self._gain(kinds))
+        loaded, compiled = self._supply.loaded, self._supply.compiled
+        return Summary.of(kinds, self.counters, loaded, compiled, self._gain(kinds), self._calls_blocks is not False)
 
     def gain(self) -> Gain | None:
         """Return what the network gains, as far as was measured."""

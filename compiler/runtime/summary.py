@@ -61,6 +61,8 @@ class Summary:
     """Regions whose graphs this model had to have compiled."""
     gain: Gain | None = None
     """None until something was timed."""
+    calls_blocks: bool = True
+    """False once the network has run and has called none of its blocks as modules: it runs their parts itself."""
     regions_by_reason: Mapping[Reason, tuple[str, ...]] = field(default_factory=dict)
     """For each reason the classes of the regions that it keeps from being compiled, wholly or for some calls."""
 
@@ -72,6 +74,7 @@ class Summary:
         loaded: int,
         compiled_here: Sequence[str],
         gain: Gain | None = None,
+        calls_blocks: bool = True,
     ) -> Summary:
         """Return the summary of a model with these kinds."""
         reasons = tuple(dict.fromkeys(reason for kind in kinds for reason in kind.reasons))
@@ -90,6 +93,7 @@ class Summary:
             loaded=loaded,
             compiled_here=tuple(compiled_here),
             gain=gain,
+            calls_blocks=calls_blocks,
             regions_by_reason={
                 reason: tuple(dict.fromkeys(kind.region for kind in kinds if reason in kind.reasons))
                 for reason in reasons

@@ -6,7 +6,7 @@ this takes seconds and no memory for any model, before it is loaded or sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from torch import nn
 from ..common.host import Host
 from ..common.reason import Unsupported
 from ..common.tensors import empty_like
-from ..common.torch_compat import FakeTensorMode, pytree
+from ..common.torch_compat import FakeTensorMode, needs_values, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
 from .answered_values import unanswered
@@ -159,9 +159,14 @@ def _observed_forward(
 ) -> Any:
     """Record a region's call, and run it unless an equal region had an equal call: only the sizes matter."""
 
-    def run() -> Any:
-        with unanswered():
-            return type(block).forward(block, *args, **kwargs)
+    def run(tensors: Sequence[torch.Tensor] = ()) -> Any:
+        try:
+            with unanswered():
+                return type(block).forward(block, *args, **kwargs)
+        except Exception as error:
+            if not (tensors and needs_values(error)):
+                raise
+            return empty_like(tensors[0])  # no graph can be traced of this block; those after it are seen all the same
 
     try:
         given = see(block, fingerprint, host, window_sizes, args, kwargs)
@@ -175,7 +180,7 @@ def _observed_forward(
     seen.append(observed)
     known = (fingerprint, signature.text, tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors))
     if known not in results:
-        result = run()
+        result = run(tensors)
         if not signature.has_unchanged_arguments(call.arguments, tensors):
             return result  # a block that writes to lists must run each time
         results[known] = result, window and window.now()

@@ -156,6 +156,7 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 scalar_value = _optional("torch.ops:aten._local_scalar_dense.default")
 _DataDependent = _optional("torch._subclasses.fake_tensor:DataDependentOutputException")
 _DynamicShape = _optional("torch._subclasses.fake_tensor:DynamicOutputShapeException")
+_GuardOnValue = _optional("torch.fx.experimental.symbolic_shapes:GuardOnDataDependentSymNode")
 ShapeEnv = _needed("torch.fx.experimental.symbolic_shapes:ShapeEnv")
 PythonPrinter = _needed("torch.utils._sympy.printers:PythonPrinter")
 TensorArgument = _needed("torch.export.graph_signature:TensorArgument")
@@ -198,6 +199,11 @@ def met_real_tensor(error: BaseException) -> bool:
 def needs_values(error: BaseException) -> str | None:
     """Return the operator that made code with fake tensors fail because its result depends on values."""
     return str(error.func) if isinstance(error, _DataDependent | _DynamicShape) else None
+
+
+def guards_value(error: BaseException) -> str | None:
+    """Return the condition that made a trace fail because it depends on values, such as "Eq(u0, 0)"."""
+    return str(getattr(error, "cond", "")) or "a size" if isinstance(error, _GuardOnValue) else None
 
 
 def size_expression(size: torch.SymInt) -> Any:

@@ -85,6 +85,8 @@ def _state(summary: Summary, source: str, is_busy: bool) -> Words:
     if source:
         return _loaded(summary, source, took)
     if not summary.compiled:
+        if summary.waiting and not summary.calls_blocks:
+            return say("Not compiled: this model runs the parts of its blocks one by one, and never a whole block.")
         if summary.waiting:
             return say("Compiled when the model first runs: {types}.", types=block_types(summary.waiting))
         return say("None of the {total} block types is compiled.", total=summary.regions)

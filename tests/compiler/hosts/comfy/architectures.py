@@ -382,6 +382,11 @@ HUNYUAN_3D = {
     "image_model": "hunyuan3d2", "in_channels": 64, "context_in_dim": WIDTH, "hidden_size": 128, "mlp_ratio": 4.0,
     "num_heads": 4, "depth": 2, "depth_single_blocks": 2, "qkv_bias": True, "guidance_embed": False,
 }  # fmt: skip
+HUNYUAN_3D_EXPERTS = {
+    "image_model": "hunyuan3d2_1", "in_channels": 64, "context_dim": WIDTH, "hidden_size": 128, "mlp_ratio": 4.0,
+    "num_heads": 4, "depth": 8, "qkv_bias": False, "guidance_cond_proj_dim": None, "num_moe_layers": 2,
+    "num_experts": 4,
+}  # fmt: skip
 AURA = {"dim": 128, "n_layers": 4, "n_double_layers": 2, "n_heads": 4, "global_conddim": 128, "cond_seq_dim": WIDTH,
         "max_seq": 1024}  # fmt: skip
 ACE = {
@@ -552,6 +557,8 @@ TABLE = (
         "attention_mask_mt5xl": torch.ones(1, 256)}, ahead=False),
     Architecture("AuraFlow", "AuraFlow", AURA, image(4)),
     Architecture("Hunyuan3D 2", "Hunyuan3Dv2", HUNYUAN_3D, sound(64, 8)),
+    Architecture("Hunyuan3D 2.1", "Hunyuan3Dv2_1", HUNYUAN_3D_EXPERTS, sound(64, 8), share=75,
+                 reasons=(ReasonCode.DEPENDS_ON_VALUES,), why="blocks with experts choose them by values"),
     Architecture("Stable Audio", "StableAudio", STABLE_AUDIO, sound(64, 8), text=768,
                  state=seconds("seconds_start", "seconds_total")),
     Architecture("Stable Audio 3", "StableAudio3", STABLE_AUDIO_3, sound(256, 8), text=768,
@@ -589,8 +596,9 @@ ELSEWHERE = {
     "the network of a row above, in another configuration": (
         "PixArtAlpha", "HunyuanDiT1", "HunyuanVideo15_SR_Distilled", "HunyuanImage21Refiner",
         "HunyuanVideoSkyreelsI2V", "CosmosI2V", "CogVideoX_Inpaint", "CogVideoX_I2V", "ZImagePixelSpace",
-        "WAN21_CausalAR_T2V", "WAN22_Camera", "WAN_Animate2", "WAN21_FlowRVS", "WAN21_SCAIL2", "WAN22_WanDancer",
-        "Hunyuan3Dv2mini", "Hunyuan3Dv2_1"),
+        "WAN21_CausalAR_T2V", "WAN22_Camera", "WAN21_FlowRVS", "WAN21_SCAIL2", "WAN22_WanDancer",
+        "Hunyuan3Dv2mini"),
+    "never calls a whole block: nothing is compiled, and the node says so": ("WAN_Animate2",),
     "compiled when it was tried, and too slow for a test: its text is 53248 wide": ("Ideogram4",),
     "its sizes are written into its code: 36 blocks, 2048 wide": ("MiniMaxMusic3",),
     "its first stage compiled when it was tried, in two minutes; others give blocks sparse tensors of its own class": (

@@ -184,6 +184,18 @@ def scaled_output(kind: str) -> Callable[[Any, float], Any]:
     return change
 
 
+def other_attention(model: Any, value: float) -> Any:
+    """An override of the model's attention, as nodes for SageAttention set it."""
+    from comfy.ldm.modules import attention
+
+    if not hasattr(attention, "wrap_attn"):
+        raise Missing("overrides of attention")
+    clone = model.clone()
+    options = clone.model_options["transformer_options"]
+    options["optimized_attention_override"] = lambda function, *given, **named: function(*given, **named) * (1 + value)
+    return clone
+
+
 def image_prompt(model: Any, value: float) -> Any:
     """Cross-attention to image tokens beside the text, for every block, as IP-Adapter has it."""
     clone = model.clone()
@@ -483,6 +495,7 @@ ROWS = [
     Row("attention patch attn2", scaled_context, columns=UNETS, eager=frozenset({"patch attn2_patch"})),
     Row("attention output attn1", scaled_output("attn1"), columns=UNETS),
     Row("attention output attn2", scaled_output("attn2"), columns=UNETS),
+    Row("another attention function", other_attention),
     Row("IP-Adapter", image_prompt, columns=UNETS),
     Row(
         "self-attention replaced in one block",

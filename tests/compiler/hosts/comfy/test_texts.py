@@ -36,6 +36,10 @@ FASTER = Gain(1.62, True)
         ),
         (replace(FRESH, compiled=0, waiting=14), "Compiled when the model first runs: 14 block types."),
         (
+            replace(FRESH, compiled=0, waiting=14, calls_blocks=False),
+            "Not compiled: this model runs the parts of its blocks one by one, and never a whole block.",
+        ),
+        (
             PARTIAL,
             "Ready: 12 of 14 block types compiled (55 s, once per model type). 2 block types run at normal speed:\n"
             "Not compiled: res block, spatial transformer. Another extension has changed these blocks, so its version "
