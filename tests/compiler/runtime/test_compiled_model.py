@@ -864,3 +864,15 @@ def test_sizes_that_a_network_does_not_bear_leave_no_errors_in_the_log(registry,
     compiled.prepare(odd)
     assert compiled.counters.compiles == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_network_that_calls_no_block_is_told_once(registry):
+    network = transformer()
+    compiled = install(network, registry)
+    assert compiled.summary().calls_blocks, "nobody knows yet"
+    calls = [RunningCall(compiled) for _ in range(3)]
+    calls[2].regions = 1
+    for running in calls:
+        compiled.note_call(running)
+        assert compiled.summary().calls_blocks == bool(running.regions)
+    assert [running.had_setup for running in calls] == [True, False, False]

@@ -4,9 +4,20 @@ import dataclasses
 
 import pytest
 import torch
+from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.tracing.graph_request import GraphRequest
 from compiled_graphs.compiler.tracing.shape_discovery import LARGE, SMALL
-from networks import ConvolutionNetwork, KeywordBlock, OptionsBlock, Stack, call_with, transformer, variants_of
+from networks import (
+    ConvolutionNetwork,
+    KeywordBlock,
+    OptionsBlock,
+    Stack,
+    TransformerBlock,
+    call_with,
+    compile_network,
+    transformer,
+    variants_of,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -195,3 +206,25 @@ def test_probe_sizes_differ_down_to_an_eighth(halvings):
         assert len(set(reduced)) == len(reduced), (at, reduced)
     for one, other in zip(dataclasses.astuple(SMALL), dataclasses.astuple(LARGE), strict=True):
         assert one != other
+
+
+class ChoosingBlock(TransformerBlock):
+    """What it computes depends on values, as experts do."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask) * (1 if bool((x > 0).any()) else 2)
+
+
+def test_a_block_that_depends_on_values_keeps_no_other_from_being_compiled(registry):
+    network = transformer()
+    for _ in range(2):
+        network.blocks.insert(0, ChoosingBlock())
+    given = [network.inputs(at) for at in (SMALL, LARGE)]
+    expected = [network(*inputs) for inputs in given]
+    compiled = compile_network(network, registry)
+    with compiled.counters.expect(compiles=0), torch.no_grad():
+        for inputs, theirs in zip(given, expected, strict=True):
+            torch.testing.assert_close(network(*inputs), theirs)
+    summary = compiled.summary()
+    assert (summary.compiled, summary.eager) == (1, 1)
+    assert {reason.code for reason in summary.reasons} == {ReasonCode.DEPENDS_ON_VALUES}
