@@ -303,9 +303,9 @@ def _apply(base: Any, device: torch.device, sizes: Sizes, text_width: int, poole
         more["latent_shapes"] = [latent.shape, sound.shape]
         latent = torch.cat([stream.flatten(1).unsqueeze(1) for stream in (latent, sound)], dim=-1)
     inputs = _conditions(base, latent, sizes, text_width, pooled_width, more)
-    if FRAMES in inputs:
-        latent = torch.cat([latent] * sizes.frames)
-        inputs = _conditions(base, latent, sizes, text_width, pooled_width, {}) | {FRAMES: sizes.frames}
+    if FRAMES in inputs:  # Stable Video Diffusion: its text is one token, what a vision encoder saw
+        latent, one = torch.cat([latent] * sizes.frames), replace(sizes, tokens=1)
+        inputs = _conditions(base, latent, one, text_width, pooled_width, {}) | {FRAMES: sizes.frames}
     if TOKENS in inputs:
         inputs[TOKENS] = sizes.tokens // 2 if MASK in inputs else sizes.tokens
     base.apply_model(latent, torch.full(latent.shape[:1], 1.0, device=device), **{OPTIONS: _options()}, **inputs)
