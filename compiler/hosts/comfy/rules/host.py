@@ -262,10 +262,8 @@ class ComfyHost(Host):
             return Reason(ReasonCode.DEEP_CACHE)
         if any(options.get(PATCHES, {}).values()) or any(options.get(REPLACEMENTS, {}).values()):
             return Reason(ReasonCode.ANY_PATCH)
-        if ATTENTION_OVERRIDE in options:  # it may do anything, and something else at another step
-            return Reason(ReasonCode.OPTION, ATTENTION_OVERRIDE)
-        if switches := attention_patches.switches_in(options, string_constants):
-            return Reason(ReasonCode.OPTION, switches[0])
+        if ATTENTION_OVERRIDE in options or attention_patches.switches_in(options, string_constants):
+            return Reason(ReasonCode.ANY_PATCH)
         if self.runs_inside(context):
             return Reason(ReasonCode.NETWORK_WRAPPER)
         return self.unsupported_patch(context, string_constants)

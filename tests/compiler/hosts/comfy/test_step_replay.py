@@ -167,6 +167,13 @@ def replacement(patcher):
     patcher.set_model_attn2_replace(lambda q, k, v, options: q * step_dependent(options), "middle", 0)
 
 
+def attention_override(patcher):
+    def attend(function, *arguments, **given):
+        return function(*arguments, **given) * step_dependent(given["transformer_options"])
+
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = attend
+
+
 def network_wrapper(patcher):
     def wrapper(executor, x, timesteps, context, y, control, transformer_options, **extra):
         return executor(x, timesteps, context, y, control, transformer_options, **extra) * step_dependent(
@@ -182,7 +189,8 @@ def object_patch(patcher):
 
 
 @pytest.mark.parametrize(
-    "patch", [output_patch, input_patch, attention_patch, replacement, network_wrapper, object_patch]
+    "patch",
+    [output_patch, input_patch, attention_patch, replacement, attention_override, network_wrapper, object_patch],
 )
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_patched_models_are_called_and_recorded_again_without_the_patch(patch, order, model, sample, registry):
