@@ -24,10 +24,13 @@ from .patch_ops import acts, added_options, call_patch, decoded
 _MAP_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v) -> Tensor"
 _SCHEMA = (
     "(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
-    "bool skip_reshape, bool skip_output_reshape, bool are_own, str constants, SymInt[] sizes) -> Tensor"
+    "bool skip_reshape, bool skip_output_reshape, str options, bool are_own, str added, SymInt[] sizes) -> Tensor"
 )
 OVERRIDE = "attention override"
 """Hook of a function that takes the place of the host's attention in one model. Graphs need not foresee it."""
+
+_PLAIN = (bool, int, float, str, torch.dtype)
+"""Types of options that an operator takes as text."""
 
 _GIVEN_SCHEMA = "(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, str options) -> Tensor"
 
@@ -78,29 +81,31 @@ def opaque_attention(
     q, k, v: [batch, tokens, heads * dim] or [batch, tokens, heads, dim]; [batch, heads, tokens, dim] with
     skip_reshape. Returns [batch, tokens, heads * dim], or [batch, heads, tokens, dim] with
     skip_output_reshape (`comfy.ldm.modules.attention`, hook `optimized_attention_override`). A function that
-    cannot be found again by its name, or a call with options that this operator does not know, is traced through.
+    cannot be found again by its name, or a call with options that are no plain values, is traced through.
 
     `known` are the transformer options that each call brings itself: an override gets those and what the block adds,
     to the call's own dictionary or to a copy. `pass_by` is called if the graph cannot call an override here.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    others = options.keys() - {"_inside_attn_wrapper", "transformer_options"}
-    if not is_called_by(name, function) or any(options[key] is not None for key in others):
+    ours = ("_inside_attn_wrapper", "transformer_options")
+    others = {key: value for key, value in options.items() if key not in ours and value is not None}
+    if not is_called_by(name, function) or not all(type(value) in _PLAIN for value in others.values()):
         pass_by()
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
     given = options.get("transformer_options") or {}
     are_own = isinstance(given, TracedOptions) and not given.is_copy
     try:
-        constants, sizes = added_options(given, known)
+        added, sizes = added_options(given, known)
     except Unsupported:
         pass_by()
-        constants, sizes = encode({}), []
+        added, sizes = encode({}), []
     register_operator()
     if skip_reshape and not skip_output_reshape and q.device.type == "cuda":
         q, k, v = map(by_tokens, (q, k, v))
     return torch.ops.compiled_graphs.host_attention(
-        name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, are_own, constants, sizes
-    )
+        name, q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape,
+        encode(others), are_own, added, sizes,
+    )  # fmt: skip
 
 
 def given_attention(name: str) -> Callable:
@@ -115,7 +120,7 @@ def given_attention(name: str) -> Callable:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         given = {key: value for key, value in options.items() if value is not None}
-        if not all(isinstance(value, bool | int | float | str | torch.dtype) for value in given.values()):
+        if not all(type(value) in _PLAIN for value in given.values()):
             raise Unsupported(ReasonCode.ARGUMENT_TYPE, f"function ({name.replace(':', '.')}, with other options)")
         if given.get("skip_reshape") and not given.get("skip_output_reshape") and q.device.type == "cuda":
             q, k, v = map(by_tokens, (q, k, v))
@@ -158,17 +163,19 @@ def _run(
     precision: torch.dtype | None,
     skip_reshape: bool,
     skip_output_reshape: bool,
+    options: str,
     are_own: bool,
-    constants: str,
+    added: str,
     sizes: Sequence[int] | None,
 ) -> torch.Tensor:
     given = {"attn_precision": precision, "skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+    given |= decode(options)
     if not acts(OVERRIDE):
         return function_now(function)(q, k, v, heads, mask=mask, **given).to(q.dtype).contiguous()
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     shape = _output_shape(q, v, heads, skip_reshape, skip_output_reshape)
     given |= {"function": function, "heads": heads, "are_own": are_own}
-    return call_patch(OVERRIDE, decoded(constants, sizes), tensors, shape, **given)
+    return call_patch(OVERRIDE, decoded(added, sizes), tensors, shape, **given)
 
 
 def _run_given(function, q, k, v, heads, mask, options):  # noqa: ANN001, ANN202

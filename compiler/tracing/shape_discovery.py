@@ -135,14 +135,18 @@ def _observe(
     seen: dict[str, list[_ObservedCall]] = {region.path: [] for region in regions}
     results: dict[Hashable, Any] = {}
     window_sizes: WindowSizes = {}
+    unknown: list[Exception] = []
     with torch.no_grad(), fake, host.traced_functions(is_lenient=True), host.without_allocation_scopes():
         weightless = weightless_copy(model, host, weights)
         host.prepare_for_tracing(weightless)
         for region, fingerprint in regions.items():
             block = weightless.get_submodule(region.path)
-            notes = seen[region.path], results, window_sizes
+            notes = seen[region.path], results, window_sizes, unknown
             block.forward = partial(_observed_forward, block, fingerprint, host, *notes)
-        call(weightless, sizes)
+        try:
+            call(weightless, sizes)
+        except Exception as error:
+            raise next(iter(unknown), error) from None  # what a block could not say, the network went on without
     return seen
 
 
@@ -153,6 +157,7 @@ def _observed_forward(
     seen: list[_ObservedCall],
     results: dict[Hashable, Any],
     window_sizes: WindowSizes,
+    unknown: list[Exception],
     /,
     *args: Any,
     **kwargs: Any,
@@ -166,7 +171,8 @@ def _observed_forward(
         except Exception as error:
             if not (tensors and needs_values(error)):
                 raise
-            return empty_like(tensors[0])  # no graph can be traced of this block; those after it are seen all the same
+            unknown.append(error)
+            return empty_like(tensors[0])  # a guess: no graph can be traced of this block, but of those after it
 
     try:
         given = see(block, fingerprint, host, window_sizes, args, kwargs)

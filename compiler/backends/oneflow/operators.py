@@ -8,6 +8,7 @@ numpy imports it too, and a Python without OneFlow reads the table's names.
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import operator
 from collections.abc import Callable
@@ -394,9 +395,12 @@ def _host_attention(
     precision: Any,
     skip_reshape: bool,
     skip_output_reshape: bool,
-    *options: Any,
+    options: str,
+    *for_overrides: Any,
 ) -> Any:
     """Compute `tracing.attention_op.opaque_attention`. Every function that a host may choose computes this."""
+    if others := json.loads(options).keys() - {"low_precision_attention"}:
+        raise NotInOneFlow(f"attention with {', '.join(sorted(others))}")
     if not skip_reshape:
         q, k, v = (_by_head(t, heads) for t in (q, k, v))
     if mask is not None:  # [queries, keys] or [batch, queries, keys]

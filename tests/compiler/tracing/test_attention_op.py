@@ -171,8 +171,24 @@ def test_a_function_whose_wrapper_has_its_name_is_called_by_that(monkeypatch):
     assert "compiled_graphs.host_attention.default" in traced_operators(host_attention)
 
 
-def test_options_the_operator_does_not_know_are_traced_through():
-    assert "compiled_graphs.host_attention.default" not in traced_operators(host_attention, low_precision=True)
+def test_options_that_are_no_plain_values_are_traced_through():
+    assert "compiled_graphs.host_attention.default" not in traced_operators(host_attention, bias=[1])
+
+
+def test_plain_options_reach_the_function(monkeypatch):
+    import networks
+
+    seen, q = [], queries(5, False)
+
+    @functools.wraps(host_attention)
+    def noting(*arguments, **given):
+        seen.append(given)
+        return host_attention(*arguments, **given)
+
+    monkeypatch.setattr(networks, "host_attention", noting)
+    opaque_attention(host_attention, q, q, q, HEADS, low_precision_attention=False, scale=0.5, nothing=None)
+    assert {"low_precision_attention": False, "scale": 0.5}.items() <= seen[0].items()
+    assert "nothing" not in seen[0]
 
 
 def test_bookkeeping_and_options_that_are_none_stay_opaque():

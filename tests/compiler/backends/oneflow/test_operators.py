@@ -107,7 +107,7 @@ CASES = {
                             aten.scaled_dot_product_attention(q, k, v, m, scale=0.7)),
         (2, 3, 6, 8), (2, 3, 6, 8), (2, 3, 6, 8), (6, 6)),
     "compiled_graphs.host_attention.default": (
-        lambda q, k, v, m: tuple(ours.host_attention(NAME, q, k, v, 2, mask, None, False, out, True, "{}", [])
+        lambda q, k, v, m: tuple(ours.host_attention(NAME, q, k, v, 2, mask, None, False, out, "{}", True, "{}", [])
                                  for mask, out in ((None, False), (m, False), (m > -1, False), (None, True))),
         TOKENS, (2, 6, 8), (2, 6, 8), (6, 6)),
     "compiled_graphs.map_attention.default": (lambda q, k, v: ours.map_attention(MAP_NAME, q, k, v), MAP, MAP, MAP),

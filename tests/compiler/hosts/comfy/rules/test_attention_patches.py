@@ -326,7 +326,7 @@ def test_an_override_of_attention_is_called_from_inside_of_graphs(load, registry
     assert host.compiled_model(fast).counters.eager_calls == {}
 
 
-@pytest.mark.parametrize("name", ["Flux dev", "Qwen-Image", "Wan 2.1 and 2.2 14B, text to video", "LTX-2"])
+@pytest.mark.parametrize("name", ["Flux dev", "Qwen-Image", "Wan 2.1, image to video", "LTX-Video", "LTX-2"])
 @pytest.mark.parametrize("override", [halved, by_block])
 def test_networks_of_other_kinds_call_an_override(name, override, registry, overrides):
     architecture = next(row for row in TABLE if row.name == name)
