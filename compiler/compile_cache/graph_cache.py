@@ -79,6 +79,8 @@ class CacheEntry:
     """Whether the cache dropped it, so that a new graph takes its place under the same key."""
     rejected: dict[frozenset[str], Reason] = field(default_factory=dict)
     """Why the graph must not be used with some patches, by their names."""
+    served: set[frozenset[str]] = field(default_factory=set)
+    """Patches, by their names, that the graph has called."""
     timing: Timing | None = None
     """How long its region takes with it and eagerly, once it was checked."""
     has_run: bool = False

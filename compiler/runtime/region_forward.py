@@ -188,20 +188,23 @@ class RegionForward:
                 return self._run_checked(call)
         if plan.writes:
             self._host.apply_writes(call.context, plan.writes)
+        given = self._given_to_new_patches(call)
         try:
             with calling(self._host.patch_call(call.context)) if call.patches else nullcontext():
                 result, left = call.unpack(self._run(plan, call.weights, call.tensors))
         except torch.cuda.OutOfMemoryError:
             raise
         except PatchFailed as failed:
-            return self._after_patch(failed, call)
+            return self._after_patch(failed, call, given)
         except Exception as error:
             if plan.entry.graph.spec.mutated or _is_capturing(self._kind.device):
                 raise  # the inputs may be half written, or the captured graph is at fault
             self._retire(plan, f"{type(error).__name__}: {error}", checked in plan.entry.verified)
             return call.eager(call.context)
-        if plan.writes and call.patches:  # what a patch was given, it was given there
-            self._host.apply_writes(call.context, plan.writes)
+        if call.patches:
+            plan.entry.served.add(call.patches)
+            if plan.writes:  # what a patch was given, it was given there
+                self._host.apply_writes(call.context, plan.writes)
         if call.window:
             call.window.write(*left)
         return result
@@ -227,10 +230,20 @@ class RegionForward:
         finally:
             call.window.write(*left)
 
-    def _after_patch(self, failed: PatchFailed, call: _Call) -> Any:
+    def _given_to_new_patches(self, call: _Call) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return copies of what the graph writes to, before it first calls these patches: they may not suit it."""
+        entry = call.plan.entry
+        if not call.patches or call.patches in entry.served:
+            return []
+        written = [call.tensors[call.plan.order[i]] for i in entry.graph.spec.mutated]
+        return [(tensor, tensor.clone()) for tensor in written]
+
+    def _after_patch(self, failed: PatchFailed, call: _Call, given: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
-        if not isinstance(failed.error, WrongOutput) or call.plan.entry.graph.spec.mutated:
+        if not isinstance(failed.error, WrongOutput) or len(given) < len(call.plan.entry.graph.spec.mutated):
             raise failed.error
+        for tensor, values in given:
+            tensor.copy_(values)
         call.plan.entry.rejected[call.patches] = failed.error.reason
         self._note_eager(failed.error.reason)
         return call.eager(call.context)

@@ -26,7 +26,7 @@ _SCHEMA = (
     "(str function, Tensor q, Tensor k, Tensor v, int heads, Tensor? mask, ScalarType? precision, "
     "bool skip_reshape, bool skip_output_reshape, str options, bool are_own, str added, SymInt[] sizes) -> Tensor"
 )
-OVERRIDE = "attention override"
+OVERRIDE = "optimized_attention_override"
 """Hook of a function that takes the place of the host's attention in one model. Graphs need not foresee it."""
 
 _PLAIN = (bool, int, float, str, torch.dtype)
@@ -89,7 +89,8 @@ def opaque_attention(
     name = f"{function.__module__}:{function.__qualname__}"
     ours = ("_inside_attn_wrapper", "transformer_options")
     others = {key: value for key, value in options.items() if key not in ours and value is not None}
-    if not is_called_by(name, function) or not all(type(value) in _PLAIN for value in others.values()):
+    is_plain = all(type(value) in _PLAIN for value in others.values())
+    if not is_called_by(name, function) or not is_plain or (others.get("enable_gqa") and not skip_reshape):
         pass_by()
         return function(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **options)
     given = options.get("transformer_options") or {}
@@ -140,6 +141,11 @@ def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
+def _by_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Undo `by_tokens`."""
+    return tensor.contiguous() if tensor.transpose(1, 2).is_contiguous() else tensor
+
+
 def opaque_map_attention(function: Callable) -> Callable:
     """Return the operator call that replaces a VAE's attention function over feature maps while a region is traced.
 
@@ -172,6 +178,8 @@ def _run(
     given |= decode(options)
     if not acts(OVERRIDE):
         return function_now(function)(q, k, v, heads, mask=mask, **given).to(q.dtype).contiguous()
+    if skip_reshape and not skip_output_reshape:  # an override gets them laid out as the block has them
+        q, k, v = map(_by_heads, (q, k, v))
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     shape = _output_shape(q, v, heads, skip_reshape, skip_output_reshape)
     given |= {"function": function, "heads": heads, "are_own": are_own}

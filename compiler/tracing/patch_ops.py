@@ -59,11 +59,13 @@ def calling(call: PatchCall) -> Iterator[None]:
     """
     running = _running()
     outer = getattr(running, "state", None)
-    running.state = state = {"call": call, "error": None}
+    running.state = state = {"call": call, "error": None, "refused": ""}
     try:
         yield
     finally:
         running.state = outer
+        if state["refused"]:
+            raise PatchFailed(WrongOutput(ReasonCode.PATCH_RESULT, state["refused"]))
         if state["error"] is not None:
             raise PatchFailed(state["error"])
 
@@ -78,18 +80,22 @@ def call_patch(
     hook: str, constants: Mapping[str, Any], tensors: Sequence[torch.Tensor], shape: Sequence[int], **arguments: Any
 ) -> torch.Tensor:
     """Call the running call's patch for a hook. What it returns has this shape, and the first tensor's dtype."""
-    state, like = _running().state, tensors[0]
-    if state["error"] is None:
+    running, like = _running(), tensors[0]
+    state = running.state
+    if state["error"] is None and not state["refused"]:
         try:
+            running.state = None  # a patch may run another compiled model
             result = state["call"](hook, constants, *tensors, **arguments)
             if (result.shape, result.dtype) == (torch.Size(shape), like.dtype):
                 # An operator must return a new tensor, but a patch may return one that it was given.
                 inputs = {tensor.untyped_storage().data_ptr() for tensor in tensors}
                 output = result.clone() if result.untyped_storage().data_ptr() in inputs else result
                 return output.contiguous()
-            raise WrongOutput(ReasonCode.PATCH_RESULT, hook)
+            state["refused"] = hook
         except BaseException as error:
             state["error"] = error
+        finally:
+            running.state = state
     return like.new_zeros(shape)
 
 

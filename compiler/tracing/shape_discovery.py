@@ -146,7 +146,7 @@ def _observe(
         try:
             call(weightless, sizes)
         except Exception as error:
-            raise next(iter(unknown), error) from None  # what a block could not say, the network went on without
+            raise next(iter(unknown), error) from error  # a guess may be what the network failed with
     return seen
 
 

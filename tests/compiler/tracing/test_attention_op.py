@@ -208,3 +208,7 @@ def test_a_given_function_gets_its_options_and_its_shape_is_foreseen(layout):
     assert (predicted.shape, predicted.stride(), predicted.dtype) == (ours.shape, ours.stride(), ours.dtype)
     with pytest.raises(Unsupported, match="with other options"):
         call(q, k, v, HEADS, transformer_options={})
+
+
+def test_grouped_heads_that_are_not_split_yet_are_traced_through():
+    assert "compiled_graphs.host_attention.default" not in traced_operators(host_attention, enable_gqa=True)

@@ -11,7 +11,6 @@ calls it, if there is one.
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -41,6 +40,8 @@ UNNUMBERED = "unnumbered"
 
 _ALL = "*"
 _NUMBER = "block_index"
+_DEFAULTS = ("attn_precision", "skip_reshape", "skip_output_reshape")
+"""Arguments of attention functions that a block need not give. An override may not know them."""
 _SWITCH = {"True": True, "False": False}
 _OF_UNETS = frozenset({"n_heads", "dim_head", "attn_precision", *PATCH_POINTS})
 """What the code of `BasicTransformerBlock` names."""
@@ -65,7 +66,11 @@ def patch_points_of(options: Mapping[str, Any], string_constants: frozenset[str]
 
 def switches_in(options: Mapping[str, Any], string_constants: frozenset[str]) -> list[str]:
     """Return the names of options that are True or False, and that the code looks up."""
-    return sorted(name for name, value in options.items() if type(value) is bool and name in string_constants - PLACES)
+    return sorted(
+        name
+        for name, value in options.items()
+        if type(value) is bool and name in string_constants and name not in PLACES
+    )
 
 
 def _patch_points(options: Mapping[str, Any], string_constants: frozenset[str]) -> list[str]:
@@ -151,6 +156,8 @@ class PatchCalls:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         self._extra: dict[str, dict[str, Any]] = {}
+        self._before: dict[int | None, dict[str, Any]] = {}
+        """By a transformer's number: the options before an override left something there, as its patches get them."""
         self.unforeseen = _unforeseen(options)
         """Hooks that act although the graph does not name them."""
 
@@ -171,7 +178,8 @@ class PatchCalls:
         """Return the options that a block would give to a patch, as it left them for the patches before."""
         which = str(constants)
         if which not in self._extra:
-            self._extra[which] = self._options | {name: fresh(value) for name, value in constants.items()}
+            options = self._before.get(constants.get(_NUMBER), self._options)
+            self._extra[which] = options | {name: fresh(value) for name, value in constants.items()}
         return self._extra[which]
 
     def _override(
@@ -187,11 +195,18 @@ class PatchCalls:
 
         With `are_own`, attention is given the call's own options, where an override may leave something.
         """
+        self._before.setdefault(constants.get(_NUMBER), dict(self._options))
         options = self._options if are_own else dict(self._options)
         options.update({name: fresh(value) for name, value in constants.items()})
+        given = {name: value for name, value in given.items() if name not in _DEFAULTS or value not in (None, False)}
+        inner = function_now(function)
+        inner = getattr(inner, "__wrapped__", inner)
         q, k, v, *rest = tensors
-        given |= {"mask": rest[0] if rest else None, "transformer_options": options, "_inside_attn_wrapper": True}
-        return options[ATTENTION_OVERRIDE](inspect.unwrap(function_now(function)), q, k, v, heads, **given)
+        given["mask"] = rest[0] if rest else None
+        if ATTENTION_OVERRIDE not in options:  # it has removed itself
+            return inner(q, k, v, heads, **given)
+        call = options[ATTENTION_OVERRIDE]
+        return call(inner, q, k, v, heads, **given, transformer_options=options, _inside_attn_wrapper=True)
 
 
 def _unforeseen(options: Mapping[str, Any]) -> frozenset[str]:
@@ -209,6 +224,7 @@ class RecordedPatches:
         self._seen: dict[tuple[str, int], list[tuple[tuple[torch.Tensor, ...], torch.Tensor]]] = defaultdict(list)
         self._error = ""
         self._own = options
+        self._inside = 0
         self.options = dict(options)
         self.unforeseen = _unforeseen(options)
         """Hooks that act although the graph does not name them."""
@@ -223,6 +239,7 @@ class RecordedPatches:
                 n: {k: self._replacement(n, p) for k, p in replaced[n].items()} for n in names & replaced.keys()
             }
             self.options[REPLACED] = {**replaced, **recorded}
+        self._given = dict(self.options)
 
     @property
     def error(self) -> str:
@@ -237,8 +254,10 @@ class RecordedPatches:
 
     def hand_over(self) -> None:
         """Leave in the call's options what the block left in those that it was given."""
-        ours = (PATCHES, REPLACED, ATTENTION_OVERRIDE)
-        self._own.update({name: value for name, value in self.options.items() if name not in ours})
+        for name in self._given.keys() - self.options.keys():
+            self._own.pop(name, None)
+        none = object()
+        self._own.update({n: value for n, value in self.options.items() if value is not self._given.get(n, none)})
 
     def __call__(self, hook: str, constants: Mapping[str, Any], *tensors: torch.Tensor, **given: Any) -> torch.Tensor:
         """Return what a patch gave to the block, and note if the graph hands it something else.
@@ -256,10 +275,12 @@ class RecordedPatches:
 
     def _overriding(self, override: Callable) -> Callable:
         def call(function: Callable, *arguments: Any, **given: Any) -> torch.Tensor:
+            if self._inside:  # a patch's own attention
+                return override(function, *arguments, **given)
             tensors = [value for value in (*arguments, given.get("mask")) if isinstance(value, torch.Tensor)]
             copies = tuple(tensor.clone() for tensor in tensors)
-            result = override(function, *arguments, **given)
-            return self._note(OVERRIDE, given["transformer_options"], copies, result)
+            options = given["transformer_options"]
+            return self._note(OVERRIDE, options, copies, self._called(override, function, *arguments, **given))
 
         return call
 
@@ -267,7 +288,7 @@ class RecordedPatches:
         def call(tensor: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
             given = (tensor.clone(),)
             for patch in patches:
-                tensor = patch(tensor, extra)
+                tensor = self._called(patch, tensor, extra)
             return self._note(name, extra, given, tensor)
 
         return call
@@ -276,9 +297,16 @@ class RecordedPatches:
         def call(*arguments: Any) -> torch.Tensor:
             *tensors, extra = arguments
             given = tuple(tensor.clone() for tensor in tensors)
-            return self._note(name, extra, given, patch(*arguments))
+            return self._note(name, extra, given, self._called(patch, *arguments))
 
         return call
+
+    def _called(self, patch: Callable, *arguments: Any, **given: Any) -> torch.Tensor:
+        self._inside += 1
+        try:
+            return patch(*arguments, **given)
+        finally:
+            self._inside -= 1
 
     def _note(
         self, name: str, extra: Mapping[str, Any], given: tuple[torch.Tensor, ...], result: torch.Tensor

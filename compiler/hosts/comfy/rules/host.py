@@ -232,6 +232,9 @@ class ComfyHost(Host):
         for name, blocks in options.get(REPLACEMENTS, {}).items():
             if name in string_constants and name not in operators and _covers(blocks, options.get(BLOCK)):
                 return Reason(ReasonCode.REPLACEMENT_PATCH, name)
+        override = options.get(ATTENTION_OVERRIDE)
+        if ATTENTION_OVERRIDE in string_constants and getattr(override, "container_function", None):
+            return Reason(ReasonCode.OPTION, ATTENTION_OVERRIDE)  # it takes tensors in another way
         for name, value in options.items():
             if name in string_constants and name not in _BOOKKEEPING and type(value) is not bool:
                 return Reason(ReasonCode.OPTION, name)

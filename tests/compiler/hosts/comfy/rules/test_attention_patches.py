@@ -409,3 +409,153 @@ def test_attention_that_no_graph_can_hand_over_is_left_to_the_block(load, regist
     assert same(sample(overridden(fast, halved), "tiny_sd15"), sample(overridden(model, halved), "tiny_sd15"))
     reasons = map(str, host.compiled_model(fast).counters.eager_calls)
     assert any("transformer option optimized_attention_override" in reason for reason in reasons)
+
+
+def strict(function, q, k, v, heads, mask=None, skip_reshape=False, transformer_options=None, **inside):
+    assert set(inside) <= {"_inside_attn_wrapper"}
+    return function(q, k, v, heads, mask=mask, skip_reshape=skip_reshape) * 0.5
+
+
+def one_shot(function, *arguments, **given):
+    factor = given["transformer_options"].pop("factor", 1)
+    return function(*arguments, **given) * factor
+
+
+def removing_itself(function, *arguments, **given):
+    given["transformer_options"].pop("optimized_attention_override")
+    return function(*arguments, **given) * 2
+
+
+def taking_memory_as_it_lies(function, q, k, v, heads, **given):
+    return function(q, k, v, heads, **given) + q.as_strided((1,), (1,)) + q.view(-1, q.shape[-1])[0, 0]
+
+
+def containers(function, *arguments, **given):
+    return function(*arguments, **given) * 0.5
+
+
+containers.container_function = lambda q, k, v, *arguments, **given: None
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("override", [strict, one_shot, removing_itself, taking_memory_as_it_lies, containers])
+def test_overrides_get_and_leave_what_they_would(override, verify, registry, overrides):
+    architecture = next(row for row in TABLE if row.name == "Flux dev")
+    plain, fast = (
+        architecture.patcher(),
+        host.compile_model(architecture.patcher(), host.Request("eager", verify=verify))[0],
+    )
+
+    def sampled(patcher):
+        clone = overridden(patcher, override)
+        clone.model_options["transformer_options"]["factor"] = 3
+        return architecture.sample(clone, At(2, 3, 16, 24, 20))
+
+    for _ in range(2):
+        assert same(sampled(fast), sampled(plain))
+    is_refused = override is containers
+    assert bool(host.compiled_model(fast).counters.eager_calls) == is_refused
+
+
+def test_queries_are_laid_out_for_an_override_as_the_block_has_them():
+    """Graphs for GPUs lay them out by tokens."""
+    from compiled_graphs.compiler.tracing import attention_op, patch_ops
+
+    seen, q = [], torch.randn(2, 4, 6, 8)
+    attention_op.register_operator()
+
+    class Calls:
+        unforeseen = frozenset({attention_op.OVERRIDE})
+
+        def __call__(self, hook, constants, q, k, v, **given):
+            seen.extend((q, k, v))
+            return q.transpose(1, 2).flatten(2)
+
+    with patch_ops.calling(Calls()):
+        laid_out = attention_op.by_tokens(q)
+        assert not laid_out.is_contiguous()
+        name = "comfy.ldm.modules.attention:attention_basic"
+        arguments = (4, None, None, True, False, "{}", True, "{}", [])
+        torch.ops.compiled_graphs.host_attention(name, laid_out, laid_out, laid_out, *arguments)
+    assert len(seen) == 3
+    assert all(tensor.is_contiguous() for tensor in seen)
+
+
+def test_an_override_acts_in_its_own_model_only(load, registry, sample, overrides):
+    model, other = load("tiny_sd15"), load("tiny_sd15_other")
+    images = []
+
+    def run(patchers):
+        main, beside = patchers
+
+        def attend(function, *arguments, **given):
+            if not images or images[-1] is None:
+                images[-1:] = [sample(beside, "tiny_sd15", tokens=12)]
+            return function(*arguments, **given) * 0.5
+
+        images.append(None)
+        return sample(overridden(main, attend), "tiny_sd15"), images.pop()
+
+    fast = [host.compile_model(patcher, host.Request("eager", verify=False))[0] for patcher in (model, other)]
+    for ours, theirs in zip(run(fast), run((model, other)), strict=True):
+        assert same(ours, theirs)
+
+
+def test_what_an_override_leaves_reaches_patches_where_it_would(registry, overrides):
+    architecture = next(row for row in TABLE if row.name == "Flux dev")
+    seen = {"ours": [], "theirs": []}
+
+    def sampled(patcher, name):
+        def attend(function, *arguments, **given):
+            options = given["transformer_options"]
+            options["count"] = options.get("count", 0) + 1
+            return function(*arguments, **given)
+
+        clone = overridden(patcher, attend)
+        clone.set_model_attn1_output_patch(
+            lambda out, extra: seen.setdefault(name, []).append(extra.get("count")) or out
+        )
+        return architecture.sample(clone, At(1, 3, 16, 24, 20))
+
+    plain, fast = (
+        architecture.patcher(),
+        host.compile_model(architecture.patcher(), host.Request("eager", verify=False))[0],
+    )
+    assert same(sampled(fast, "ours"), sampled(plain, "theirs"))
+    assert seen["ours"] == seen["theirs"]
+
+
+def test_a_patch_may_call_attention_itself(load, registry, sample, overrides):
+    from comfy.ldm.modules.attention import optimized_attention
+
+    def attend(q, k, v, options):
+        return optimized_attention(q, k, v, options["n_heads"], transformer_options=options)
+
+    model = load("tiny_sd15")
+    fast = host.compile_model(model, host.Request("eager"))[0]
+    assert same(sample(overridden(replaced(fast, attend), halved), "tiny_sd15"),
+                sample(overridden(replaced(model, attend), halved), "tiny_sd15"))  # fmt: skip
+    assert host.compiled_model(fast).counters.eager_calls == {}
+
+
+def test_blocks_that_write_to_their_inputs_take_a_refused_override_back(registry, overrides):
+    architecture = next(row for row in TABLE if row.name == "Flux dev")
+
+    def half(function, *arguments, **given):
+        return function(*arguments, **given).half()
+
+    def casting(patcher):
+        for layer in patcher.model.modules():
+            if hasattr(layer, "comfy_cast_weights"):
+                layer.comfy_cast_weights = True
+        return patcher
+
+    at, fast = (
+        At(1, 3, 16, 24, 20),
+        host.compile_model(casting(architecture.patcher()), host.Request("eager", verify=False))[0],
+    )
+    theirs = architecture.sample(overridden(casting(architecture.patcher()), half), at)
+    for _ in range(2):
+        assert same(architecture.sample(overridden(fast, half), at), theirs)
+    reasons = map(str, host.compiled_model(fast).counters.eager_calls)
+    assert set(reasons) == {"patch optimized_attention_override changes the shape or dtype"}
