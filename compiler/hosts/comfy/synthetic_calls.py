@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from .rules.frame_caches import CELLS, hands_frames_on, keeps_frames
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
+PATCH = 16
+"""The sides of a picture that is made of pixels divide by this. Some checkpoints of Chroma Radiance bear no others."""
 MASK = "attention_mask"
 LYRICS = "conditioning_lyrics"
 CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
@@ -179,13 +181,20 @@ class SamplingCall:
         """Tells the calls of clones apart that compute in other dtypes."""
 
     def __call__(self, network: nn.Module, sizes: Sizes) -> None:
-        try:
-            with_answers(lambda _: self._apply(network, sizes))
-        except Exception:
-            if _latent_dimensions(self._model) < 3:
-                raise
-            # An image model on video latents takes one frame.
-            with_answers(lambda _: self._apply(network, replace(sizes, frames=1)))
+        ways = [sizes, *self._other_ways(sizes)]
+        for way in ways:
+            try:
+                return with_answers(lambda _, way=way: self._apply(network, way))
+            except Exception:
+                if way is ways[-1]:
+                    raise
+
+    def _other_ways(self, sizes: Sizes) -> Iterator[Sizes]:
+        """Yield sizes for models that do not bear the usual ones."""
+        if _latent_dimensions(self._model) == 3:  # an image model on video latents takes one frame
+            yield replace(sizes, frames=1)
+        if getattr(self._model.latent_format, "spacial_downscale_ratio", 0) == 1:  # a model of pixels, in patches
+            yield replace(sizes, height=sizes.height * PATCH, width=sizes.width * PATCH)
 
     def _apply(self, network: nn.Module, sizes: Sizes) -> None:
         widths = _text_width(self._model), _pooled_width(self._model)

@@ -533,6 +533,7 @@ TABLE = (
     Architecture("Flux schnell", "FluxSchnell", FLUX | {"guidance_embed": False}, image(16), pooled=WIDTH),
     Architecture("Chroma", "Chroma", CHROMA, image(16), since="ZImage"),
     Architecture("Chroma Radiance", "ChromaRadiance", RADIANCE, image(3, 8), since="ZImage"),
+    Architecture("Chroma Radiance x0", "ChromaRadiance", RADIANCE | {"use_x0": True}, image(3, 16), since="ZImage"),
     Architecture("SD3", "SD3", SD3, image(16), pooled=WIDTH),
     Architecture("SD3.5 medium", "SD3", SD3 | {"qk_norm": "rms", "x_block_self_attn_layers": [0]}, image(16),
                  pooled=WIDTH),
