@@ -140,7 +140,7 @@ class CompiledModel:
         self._has_replayed |= call.was_replayed
         if call.regions:
             self._calls_blocks = True
-        elif self._calls_blocks is None:
+        elif self._calls_blocks is None:  # that is news, which is told after a call that set something up
             self._calls_blocks, call.had_setup = False, True
         self._canary.note(call)
         self._cache.note_run(call.entries)

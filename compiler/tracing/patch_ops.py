@@ -101,7 +101,7 @@ def call_patch(
 
 @cache
 def _running() -> threading.local:
-    """Return what threads run. Copies of this package share it, as they share the operators."""
+    """Return what threads run, as plain dictionaries: copies of this package share it, as they share the operators."""
     return vars(torch.ops.compiled_graphs).setdefault("running", threading.local())
 
 

@@ -146,7 +146,9 @@ def _observe(
         try:
             call(weightless, sizes)
         except Exception as error:
-            raise next(iter(unknown), error) from error  # a guess may be what the network failed with
+            if unknown:  # a guess may be what the network failed with
+                raise unknown[0] from error
+            raise
     return seen
 
 

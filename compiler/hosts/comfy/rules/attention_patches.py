@@ -108,12 +108,10 @@ def traced_options(has_override: bool, patch_points: str) -> TracedOptions:
     Raises ValueError for points that do not exist.
     """
     points = patch_points.split(";") if patch_points else []
-    switches = dict(point.split("=", 1) for point in points if "=" in point)
+    switches = _switches(points)
     places = PLACES - {_NUMBER} if UNNUMBERED in points else PLACES
     known = {ATTENTION_OVERRIDE, *PLACES, PATCHES, REPLACED, *switches} - {_NUMBER}  # the call's options say these
-    if not _SWITCH.keys() >= {*switches.values()}:
-        raise ValueError(f"no switch has a value of {', '.join(switches.values())}")
-    own = {name: _SWITCH[value] for name, value in switches.items()} | {PATCHES: {}, REPLACED: {}}
+    own = {**switches, PATCHES: {}, REPLACED: {}}
     if has_override:  # a graph that computes attention itself serves no call with an override
         own[ATTENTION_OVERRIDE] = partial(
             opaque_attention, known=known, pass_by=lambda: options.reads.add(ATTENTION_OVERRIDE)
@@ -137,6 +135,14 @@ def traced_options(has_override: bool, patch_points: str) -> TracedOptions:
             replaced[name] = Patches(partial(_at, patch, where))
     dict.__getitem__(options, REPLACED).update(replaced)
     return options
+
+
+def _switches(points: Sequence[str]) -> dict[str, bool]:
+    """Return the switches among patch points. Raises ValueError for one that is neither True nor False."""
+    values = dict(point.split("=", 1) for point in points if "=" in point)
+    if not _SWITCH.keys() >= {*values.values()}:
+        raise ValueError(f"no switch has a value of {', '.join(values.values())}")
+    return {name: _SWITCH[value] for name, value in values.items()}
 
 
 def _at(patch: Callable, where: str, key: Any) -> Callable | None:
