@@ -1,7 +1,7 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N]
-        [--sizes SIZE,OTHER] [--long STEPS] [--encode] [--backend inductor] [--json FILE] RUN ...
+        [--sizes SIZE,OTHER] [--long STEPS] [--encode] [--attention NAME] [--backend inductor] [--json FILE] RUN ...
 
 A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these, or kl (the VAE of SDXL):
 
@@ -31,7 +31,8 @@ unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has r
 and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does. GGUF
 weights are not those of flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes
 besides its steps. With --encode, an encoder makes the text of z_image and qwen_image, another text for each prompt;
-for `ours`, CLIP Speedup compiles it. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU:
+for `ours`, CLIP Speedup compiles it. With --attention sage, a node chooses that function of ComfyUI's for the model,
+as KJNodes' SageAttention does. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU:
 while the first RUN of `ours` compiles, worker processes take 0.7 GiB each. `reserved` is what PyTorch has of it.
 `resident` is GiB of streamed weights that are on the GPU after a sampling, and `pinned` counts their pages that are
 still pinned.
@@ -88,6 +89,8 @@ class Wanted:
     backend: str = "inductor"
     encodes: bool = False
     """Whether a text encoder makes the text."""
+    attention: str = ""
+    """The attention function that a node chooses, by ComfyUI's name for it."""
 
 
 def main() -> None:
@@ -100,6 +103,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=sizes, help="a first size and another one, such as 512x512,256x768")
     parser.add_argument("--long", type=int, help="run prompts of so many steps too, which tell what a step takes")
     parser.add_argument("--encode", action="store_true", help="have a text encoder make the text of each prompt")
+    parser.add_argument("--attention", default="", help="have a node choose this attention function, such as sage")
     parser.add_argument("--backend", default="inductor", help="of Compile Model; eager runs graphs without a compiler")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument("--make", help=argparse.SUPPRESS)
@@ -169,13 +173,14 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
     size, other_size = options.sizes or sizes_of(model)
 
     def kept(of: str, way: str, seed: int, size: Size, lora: float | None, steps: int) -> Path:
-        parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora, "encoded" if options.encode else None)
+        asked = ("encoded" if options.encode else None, options.attention or None)
+        parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora, *asked)
         return options.home / f"{'-'.join(str(part) for part in parts if part is not None)}.pt"
 
     def run(seed: int, size: Size = size, lora: float | None = None, steps: int = options.steps) -> dict[str, Any]:
         path = kept(model, way, seed, size, lora, steps)
         build = vae_prompt if model == "kl" else model_prompt
-        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, options.encode)
+        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, options.encode, options.attention)
         made = run_prompt(server, build(wanted))
         differences = {
             "differs": difference(path, kept(model, "eager", seed, size, lora, steps)),
@@ -264,6 +269,9 @@ def model_prompt(wanted: Wanted) -> dict[str, Any]:
         lora = f"{base_of(file_of(wanted.model))}.safetensors"
         prompt["5"] = node("LoraLoaderModelOnly", model=link, lora_name=lora, strength_model=wanted.lora)
         link = ["5", 0]
+    if wanted.attention:
+        prompt["9"] = node("BenchAttention", model=link, name=wanted.attention)
+        link = ["9", 0]
     if wanted.way == "core":
         prompt["6"] = node("TorchCompileModel", model=link, backend="inductor")
         link = ["6", 0]

@@ -60,6 +60,26 @@ class BenchSound:
         return ({"samples": torch.zeros(1, 8, length, 16), "type": "audio"},)
 
 
+class BenchAttention:
+    """Has a model use another of ComfyUI's attention functions, as KJNodes' SageAttention node does."""
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",), "name": ("STRING", {"default": "pytorch"})}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "choose"
+    CATEGORY = "benchmarks"
+
+    def choose(self, model, name):
+        from comfy.ldm.modules.attention import get_attention_function
+
+        chosen, clone = get_attention_function(name), model.clone()
+        options = clone.model_options["transformer_options"]
+        options["optimized_attention_override"] = lambda _, *args, **kwargs: chosen(*args, **kwargs)
+        return (clone,)
+
+
 class BenchKeep:
     """Writes a latent or an image to a file, and says when it arrived and how much of the GPU's memory is in use."""
 
@@ -94,4 +114,5 @@ def _pages():
     return [flags for vbar in ranges for flags in vbar.get_residency()]
 
 
-NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in (BenchConditioning, BenchLatent, BenchSound, BenchKeep)}
+_NODES = (BenchConditioning, BenchLatent, BenchSound, BenchAttention, BenchKeep)
+NODE_CLASS_MAPPINGS = {cls.__name__: cls for cls in _NODES}

@@ -136,8 +136,13 @@ def replaced(patcher, function, kind="attn2"):
     return clone
 
 
-def same(ours, theirs):
-    return ((ours - theirs).norm() / theirs.norm()).item() <= BOUND
+def same(ours, theirs, bound=BOUND):
+    return ((ours - theirs).norm() / theirs.norm()).item() <= bound
+
+
+def differ(ours, theirs):
+    """Whether two plain runs differ: nothing is rounded otherwise in one of them."""
+    return not same(ours, theirs, bound=1e-4)
 
 
 def test_another_function_is_checked_before_its_results_are_used(compiled, sample):
@@ -271,7 +276,7 @@ def test_normalized_attention_guidance_is_compiled_in_blocks_of_other_networks(n
     plain = architecture.patcher()
     fast = host.compile_model(architecture.patcher(), host.Request("eager"))[0]
     assert same(sampled(fast, first), sampled(plain, first))
-    assert not same(architecture.sample(plain, first), sampled(plain, first)), "the patch acts"
+    assert differ(architecture.sample(plain, first), sampled(plain, first)), "the patch acts"
     with totals.expect(compiles=0, retired=0):
         for at in others:
             assert same(sampled(fast, at), sampled(plain, at))
@@ -337,7 +342,7 @@ def test_networks_of_other_kinds_call_an_override(name, override, registry, over
     for at in (At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)):
         ours, theirs = (architecture.sample(overridden(patcher, override), at) for patcher in (fast, plain))
         assert same(ours, theirs)
-        assert not same(architecture.sample(plain, at), theirs), "it acts"
+        assert differ(architecture.sample(plain, at), theirs), "it acts"
     assert host.compiled_model(fast).counters.eager_calls == {}
 
 
@@ -358,7 +363,7 @@ def test_networks_without_one_of_their_parts_are_compiled(registry):
     ways = [{}, {"a2v_cross_attn": False}, {"a2v_cross_attn": False, "v2a_cross_attn": False}, {"a2v_cross_attn": True}]
     for switches in ways:
         assert same(sampled(fast, first, **switches), sampled(plain, first, **switches))
-    assert not same(sampled(plain, first), sampled(plain, first, **ways[1]))
+    assert differ(sampled(plain, first), sampled(plain, first, **ways[1]))
     with totals.expect(compiles=0, retired=0):
         for switches in ways:
             assert same(sampled(fast, other, **switches), sampled(plain, other, **switches))
