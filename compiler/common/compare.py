@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .torch_compat import float32_precisions
+
 BOUNDS = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
@@ -39,10 +41,17 @@ def disagreement(
                 return f"other {theirs.dtype} values than eager"
             continue
         error = relative_error(ours, theirs)
-        bound = BOUNDS.get(precision or theirs.dtype, BOUNDS[torch.bfloat16])
+        bound = BOUNDS.get(bounding_dtype(theirs, precision), BOUNDS[torch.bfloat16])
         if not error <= bound:
             return f"relative error {error:.1e} against eager, more than {bound:.0e} for {theirs.dtype}"
     return None
+
+
+def bounding_dtype(tensor: torch.Tensor, coarser: torch.dtype | None) -> torch.dtype:
+    """Return the dtype whose bound applies. GPUs calculate convolutions in float32 with float16's digits by default."""
+    precision = coarser or tensor.dtype
+    rounds = precision is torch.float32 and tensor.is_cuda and "tf32" in float32_precisions()
+    return torch.float16 if rounds else precision
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -48,6 +48,14 @@ def stride_in(weight: torch.Tensor, memory_format: torch.memory_format) -> tuple
     return torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
 
 
+def dense_stride(weight: torch.Tensor) -> tuple[int, ...]:
+    """Return the stride that a weight has after a move to another device, which leaves no gaps and repeats no number.
+
+    LTX's decoder makes some buffers of one number. A graph made before the move has to fit after it.
+    """
+    return torch.empty_like(torch.empty_strided(weight.shape, weight.stride(), device="meta")).stride()
+
+
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on a GPU in channels_last if it is a convolution's weight or a feature map.
 

@@ -27,7 +27,7 @@ from ..common.devices import current
 from ..common.host import Host
 from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.tensors import empty_like, tensors_in
-from ..common.torch_compat import foreach_copy, pytree
+from ..common.torch_compat import float32_precisions, foreach_copy, pytree
 from ..common.weight_source import NetworkWeights, ResidentWeights
 from ..compile_cache.graph_cache import CacheEntry
 from ..identity.call_signature import ContextArguments
@@ -349,11 +349,10 @@ def _arithmetic() -> tuple[Any, ...]:
     """Return torch's settings by which the same operator may run another kernel."""
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     return (
-        products.allow_tf32,
+        *float32_precisions(),
         products.allow_fp16_reduced_precision_reduction,
         products.allow_bf16_reduced_precision_reduction,
         getattr(products, "allow_fp16_accumulation", None),
-        convolutions.allow_tf32,
         convolutions.benchmark,
         convolutions.deterministic,
     )

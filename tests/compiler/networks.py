@@ -156,6 +156,19 @@ class DictBlock(nn.Module):
         return {"sum": x + y, "nothing": None, "pair": (y, [y * 2])}
 
 
+class TableBlock(nn.Module):
+    """A block with a buffer that is one number for all channels, as LTX's decoder has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.tensor([0.5, 1.0]).unsqueeze(1).expand(2, WIDTH), persistent=False)
+
+    def forward(self, x):
+        shift, scale = self.table
+        return x + self.proj(x) * scale + shift
+
+
 class Stack(nn.Module):
     """Blocks of one class over tokens. Each block gets the arguments after the first."""
 

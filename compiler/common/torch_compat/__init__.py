@@ -263,6 +263,18 @@ def _copy_one_by_one(targets: Sequence[torch.Tensor], sources: Sequence[torch.Te
 
 foreach_copy = _optional("torch:_foreach_copy_", _copy_one_by_one)
 
+
+def float32_precisions() -> tuple[str, str]:
+    """Return how GPUs calculate float32 products and convolutions: "tf32" if they round to 10 bits, as float16 has.
+
+    torch 2.9 and newer have names for it. Asked for the older switches, they raise if somebody has used the names.
+    """
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    if not hasattr(products, "fp32_precision"):
+        return tuple("tf32" if each.allow_tf32 else "ieee" for each in (products, convolutions))
+    return products.fp32_precision, convolutions.conv.fp32_precision
+
+
 # Convolutions' weights go to channels_last within their own memory, which must be nobody else's. Without these names
 # weights stay as they are.
 _storage_users = _optional("torch:_C._storage_Use_Count")

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled_graphs.compiler.common import compare
 from compiled_graphs.compiler.common.compare import BOUNDS, disagreement, relative_error
+from torch._subclasses import FakeTensorMode
 
 NAN, INF = float("nan"), float("inf")
 
@@ -95,3 +97,23 @@ def test_complex_output_is_compared_within_the_bound():
     theirs = torch.ones(3, dtype=torch.complex64)
     assert disagreement([theirs * (1 + 1e-5)], [theirs]) is None
     assert disagreement([theirs * 1j], [theirs]) is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "rounds", "expected"),
+    [
+        ("cuda", torch.float32, True, torch.float16),
+        ("cuda", torch.float32, False, torch.float32),
+        ("cuda", torch.float64, True, torch.float64),
+        ("cuda", torch.bfloat16, True, torch.bfloat16),
+        ("cpu", torch.float32, True, torch.float32),
+    ],
+)
+def test_float32_that_gpus_round_is_as_coarse_as_float16(monkeypatch, device, dtype, rounds, expected):
+    monkeypatch.setattr(compare, "float32_precisions", lambda: ("ieee", "tf32" if rounds else "ieee"))
+    with FakeTensorMode():
+        assert compare.bounding_dtype(torch.empty(1, dtype=dtype, device=device), None) is expected
+
+
+def test_a_coarser_precision_that_is_told_counts():
+    assert compare.bounding_dtype(torch.ones(1), torch.bfloat16) is torch.bfloat16

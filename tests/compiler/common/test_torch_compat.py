@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compiled_graphs.compiler.backends import BACKENDS, choose_backend
 from compiled_graphs.compiler.backends import NAMES as BACKEND_NAMES
 from compiled_graphs.compiler.common import torch_compat
-from compiled_graphs.compiler.common.torch_compat import NAMES, Later, MissingName, Need, missing
+from compiled_graphs.compiler.common.torch_compat import NAMES, Later, MissingName, Need, float32_precisions, missing
 from compiled_graphs.compiler.registry import doctor
 from compiled_graphs.compiler.runtime import cuda_graph
 from compiled_graphs.compiler.runtime.channels_last_weights import ChannelsLastWeights
@@ -215,6 +217,35 @@ def test_nothing_is_captured_where_torch_does_not_show_what_waits_for_the_gpu(mo
     assert cuda_graph.can_capture(torch.device("cuda"))
     monkeypatch.setattr(torch_compat, name, torch_compat._Absent("Absent", (), {"path": name}))
     assert not cuda_graph.can_capture(torch.device("cuda"))
+
+
+@contextmanager
+def precisions(products, convolutions):
+    """Set torch's names for float32 arithmetic, as other extensions may."""
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [kind.fp32_precision for kind in kinds]
+    for kind, name in zip(kinds, (products, convolutions), strict=True):
+        kind.fp32_precision = name
+    try:
+        yield
+    finally:
+        for kind, name in zip(kinds, before, strict=True):
+            kind.fp32_precision = name
+
+
+@pytest.mark.parametrize("set_to", [("tf32", "ieee"), ("ieee", "tf32"), ("tf32", "tf32")])
+def test_the_precision_of_float32_is_read_whoever_set_it(set_to):
+    if not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("this torch has no names for precisions")
+    with precisions(*set_to):
+        assert float32_precisions() == set_to
+
+
+@pytest.mark.parametrize(("products", "convolutions"), [(True, False), (False, True)])
+def test_an_older_torch_has_switches_for_the_precision_of_float32(monkeypatch, products, convolutions):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=products))
+    monkeypatch.setattr(torch.backends, "cudnn", SimpleNamespace(allow_tf32=convolutions))
+    assert [name == "tf32" for name in float32_precisions()] == [products, convolutions]
 
 
 def test_copies_one_by_one_are_those_of_all_at_once():

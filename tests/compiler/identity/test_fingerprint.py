@@ -18,7 +18,7 @@ from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.identity.fingerprint import Describer, fingerprint, string_constants_of, tensor_attributes
 from generated import run_text
-from networks import ConvolutionNetwork, ResidualBlock, TransformerBlock
+from networks import ConvolutionNetwork, ResidualBlock, TableBlock, TransformerBlock
 from torch import nn
 
 SOURCE = '''
@@ -351,6 +351,14 @@ def _without_gate():
 
 def test_layout_of_a_weight_changes_fingerprint():
     assert of(ResidualBlock().to(memory_format=torch.channels_last)) != of(ResidualBlock())
+
+
+def test_a_buffer_of_repeated_numbers_is_one_of_as_many_numbers():
+    """A host that moves it to a GPU makes one of the other."""
+    spread, filled = TableBlock(), TableBlock()
+    filled.table = filled.table.clone()
+    assert spread.table.stride() != filled.table.stride()
+    assert of(spread) == of(filled)
 
 
 def test_shape_of_a_buffer_changes_fingerprint():

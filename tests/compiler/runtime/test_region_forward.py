@@ -27,6 +27,7 @@ from networks import (
     Stack,
     StreamBlock,
     StreamNetwork,
+    TableBlock,
     TransformerBlock,
     call,
     call_with,
@@ -173,6 +174,25 @@ def test_weights_moved_to_another_layout_reach_the_graph_in_the_one_it_was_compi
     same(network(*inputs), reference(*inputs))
     assert len(seen) >= len(network.blocks)
     assert all(found == strides for found in seen)
+    assert not reasons(compiled)
+
+
+@pytest.mark.parametrize("spread", ["at first", "later"])
+def test_a_buffer_of_repeated_numbers_is_served_after_a_move_to_a_gpu_or_from_there(registry, spread):
+    """A host that moves it makes it contiguous. Nothing can be copied to a tensor of repeated numbers."""
+    network = Stack(TableBlock)
+    spread_tables = [block.table for block in network.blocks]
+    tables = [table.clone() for table in spread_tables]
+    first, second = (spread_tables, tables) if spread == "at first" else (tables, spread_tables)
+    for block, table in zip(network.blocks, first, strict=True):
+        block.table = table
+    reference, compiled = pair(network, registry)
+    inputs = network.inputs(sizes())
+    same(network(*inputs), reference(*inputs))
+    for block, table in zip(network.blocks, second, strict=True):
+        block.table = table
+    same(network(*inputs), reference(*inputs))
+    assert compiled.counters.compiles == 1
     assert not reasons(compiled)
 
 

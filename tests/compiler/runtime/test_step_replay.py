@@ -523,6 +523,13 @@ def test_other_arithmetic_is_another_call(network, lent):
     assert python_calls(replay, network, x()) == 0
 
 
+def test_another_precision_of_float32_is_another_call(network, lent, monkeypatch):
+    replay = serving(network)
+    assert replayed(replay, network, x())
+    monkeypatch.setattr(module, "float32_precisions", lambda: ("tf32", "ieee"))
+    assert python_calls(replay, network, x()) == 1
+
+
 def test_the_recordings_do_not_keep_the_network(network):
     replay = serving(network)
     assert replayed(replay, network, x())
