@@ -7,10 +7,10 @@ from typing import Any
 
 import folder_paths
 
-from ..compiler.common.words import join
-from ..web_server import events
-from . import inputs
-from .node_text import NodeText
+from ...compiler.common.words import join
+from ...web_server import events
+from .. import inputs
+from ..node_text import NodeText
 
 CATEGORY = "compiled graphs/OneDiff workflows"
 SAME = "From OneDiff's workflows. Use {} instead: this does the same."

@@ -7,8 +7,8 @@ from typing import Any
 
 import folder_paths
 
-from ..compiler.common.words import say
-from .onediff_node import OldNode, checkpoints, ignored, load_checkpoint, with_lines
+from ...compiler.common.words import say
+from .old_node import OldNode, checkpoints, ignored, load_checkpoint, with_lines
 
 PLAIN = say("Loaded as the file has it, neither quantised nor compiled: connect Compile Model to make it faster.")
 VAE_PLAIN = say("The VAE is not compiled either: connect VAE Speedup.")

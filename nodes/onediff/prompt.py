@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compiler.common.words import say
-from .onediff_node import OldNode, with_lines
+from ...compiler.common.words import say
+from .old_node import OldNode, with_lines
 from .prompt_styles import STYLES
 
 _SWITCH = {"default": True, "label_on": "yes", "label_off": "no"}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from ..compiler.common.words import Words, join, say
-from .onediff_node import OldNode, with_lines
-from .preview import save_preview
+from ...compiler.common.words import Words, join, say
+from ..preview import save_preview
+from .old_node import OldNode, with_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
