@@ -24,7 +24,7 @@ from ..common.counters import Counters
 from ..common.host import Host
 from ..common.peers import has_peers
 from ..common.random_state import same_random_numbers
-from ..common.reason import Reason, ReasonCode, Unsupported
+from ..common.reason import Reason, ReasonCode, Unsupported, reason_of
 from ..common.tensors import tensors_in
 from ..common.timing import compare
 from ..common.torch_compat import pytree
@@ -141,12 +141,9 @@ class RegionForward:
             running.note_region(self.place)
         try:
             call, reason = self._match(module, args, kwargs, running), None
-        except Unsupported as error:
+        except BaseException as error:
             self._weights.release()
-            call, reason = None, error.reason
-        except BaseException:
-            self._weights.release()
-            raise
+            call, reason = None, self._why_unmatched(error)
         if call is None:
             self._note_eager(reason)
             return eager(*args, **kwargs)
@@ -156,6 +153,19 @@ class RegionForward:
             return self._serve(call)
         finally:
             self._weights.release()
+
+    def _why_unmatched(self, error: BaseException) -> Reason:
+        """Return why no graph serves a call. Its own code can: nothing of the call has run yet.
+
+        Raises the error again if the person cancels, or if memory is short, which ComfyUI knows how to free.
+        """
+        if isinstance(error, Unsupported):
+            return error.reason
+        lacks_memory = isinstance(error, torch.cuda.OutOfMemoryError)
+        if lacks_memory or not isinstance(error, Exception) or self._host.is_cancellation(error):
+            raise error
+        log.warning("%s: a call runs uncompiled because of an error", type(self._module()).__name__, exc_info=error)
+        return reason_of(error)
 
     def _match(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], running: RunningCall | None) -> _Call:
         """Return how a graph serves a call, with its weights. Raises Unsupported if none can.

@@ -84,6 +84,9 @@ class Program(Host):
         if self.left < 0:
             raise InterruptedError
 
+    def is_cancellation(self, error):
+        return isinstance(error, InterruptedError)
+
 
 def same(ours, theirs):
     torch.testing.assert_close(ours, theirs)

@@ -350,6 +350,43 @@ def test_a_model_that_moves_gets_graphs_for_where_it_is(registry):
     assert compiled.device == torch.device("cpu")
 
 
+class Broken(Host):
+    """A host that raises an error when it is asked whether a call has patches."""
+
+    def __init__(self):
+        self.error = None
+
+    def patch_points(self, context, string_constants):
+        if self.error:
+            raise self.error
+        return super().patch_points(context, string_constants)
+
+    def is_cancellation(self, error):
+        return isinstance(error, InterruptedError)
+
+
+def test_an_error_while_a_graph_is_chosen_leaves_the_call_to_the_regions_own_code(registry, caplog):
+    network, host, x = transformer(), Broken(), tokens()
+    reference, compiled = pair(network, registry, host=host)
+    host.error = RuntimeError("a stride that nobody knows")
+    same(network(x), reference(x))
+    assert reasons(compiled) == ["RuntimeError: a stride that nobody knows"]
+    assert "TransformerBlock: a call runs uncompiled because of an error" in caplog.text
+    host.error = None
+    same(network(x), reference(x))
+    assert sum(compiled.counters.eager_calls.values()) == len(network.blocks)
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("none left"), InterruptedError(), KeyboardInterrupt()])
+def test_cancellations_and_lack_of_memory_are_for_the_host_to_handle(registry, error):
+    network, host = transformer(), Broken()
+    compiled = compile_network(network, registry, host=host)
+    host.error = error
+    with pytest.raises(type(error)):
+        network(tokens())
+    assert not reasons(compiled)
+
+
 def test_a_setting_that_the_host_watches_is_followed(registry):
     class Scaled(TransformerBlock):
         def forward(self, x):

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 FIRST, OTHER = At(1, 3, 16, 24, 20), At(1, 5, 24, 16, 33)
 BATCH = At(2, 3, 16, 24, 20)
-BOUND = 1e-5
+BOUND = 5e-2 if torch.cuda.is_available() else 1e-5
 NEWEST = "MiniMaxH3"
 """A class that came with the ComfyUI for which the table says when graphs are made."""
 
