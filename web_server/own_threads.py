@@ -40,5 +40,9 @@ async def in_own_thread(work: Callable[..., T], *args: object) -> T:
         finally:
             _free.release()
 
-    threading.Thread(target=run, name="answer a request", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="answer a request", daemon=True).start()
+    except RuntimeError:  # the system has no thread left
+        _free.release()
+        raise
     return await asyncio.wrap_future(answer)

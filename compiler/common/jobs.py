@@ -56,9 +56,12 @@ class CompileJobs:
             thread = threading.Thread(target=_run_into, args=(job, outcome), name=f"compile {name}", daemon=True)
             with around():
                 thread.start()
-                self._wait(thread, limit)
+                try:
+                    self._wait(thread, limit)
+                finally:  # somebody can also interrupt this thread
+                    if thread.is_alive():
+                        self._stuck = (thread, name)
             if thread.is_alive():
-                self._stuck = (thread, name)
                 raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s")
         if "error" in outcome:
             raise outcome["error"]

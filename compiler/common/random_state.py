@@ -26,9 +26,9 @@ class _Shared:
     def kept(self) -> Iterator[None]:
         """Restore the states at the end of the last block that runs."""
         with self._lock:
-            self._keepers += 1
-            if self._keepers == 1:
+            if self._keepers == 0:
                 self._restore = _saved()
+            self._keepers += 1
         try:
             yield
         finally:

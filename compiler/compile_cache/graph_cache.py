@@ -76,7 +76,7 @@ class CacheEntry:
     retired: Reason | None = None
     """Why the graph must not be used, after its results disagreed with eager."""
     is_evicted: bool = False
-    """Whether the cache dropped it, so that a new graph takes its place under the same key."""
+    """Whether the cache dropped it. The next call that wants it gets a new one under the same key."""
     rejected: dict[frozenset[str], Reason] = field(default_factory=dict)
     """Why the graph must not be used with some patches, by their names."""
     served: set[frozenset[str]] = field(default_factory=set)
@@ -169,7 +169,7 @@ class GraphCache:
         self.workers = workers
         self.on_change: Callable[[], None] = lambda: None
         """Called, on any thread, when graphs come or go. Must return at once."""
-        self._claims: dict[str, threading.Lock] = {}
+        self._claims: weakref.WeakValueDictionary[str, threading.Lock] = weakref.WeakValueDictionary()
         self._jobs = jobs or CompileJobs()
         self.renewals = Renewals(store, self._jobs)
         self._entries: OrderedDict[tuple[str, str], CacheEntry] = OrderedDict()
@@ -372,7 +372,7 @@ class GraphCache:
         """Remove graphs from memory. The next request for one loads it from the store."""
         with self._lock:
             for place in [place for place in self._entries if place[0] in keys]:
-                del self._entries[place]
+                self._entries.pop(place).is_evicted = True  # captures hold it, too, until they see this
         self.on_change()
 
     def store_graphs(self, graphs: Iterable[CompiledGraph]) -> set[str]:
@@ -547,6 +547,7 @@ def _within_bounds(requests: list[GraphRequest]) -> list[GraphRequest]:
     """Return these requests. Raises ValueError if there are more than any model makes."""
     if len(requests) > MAX_GRAPHS:
         raise ValueError(f"more than {MAX_GRAPHS} graphs")
-    if any(count > MAX_SIGNATURES for count in Counter(request.fingerprint for request in requests).values()):
-        raise ValueError(f"more than {MAX_SIGNATURES} graphs of one block")
+    kinds_of_call = Counter(fingerprint for fingerprint, _ in {(r.fingerprint, r.signature.text) for r in requests})
+    if any(count > MAX_SIGNATURES for count in kinds_of_call.values()):
+        raise ValueError(f"more than {MAX_SIGNATURES} kinds of call of one block")
     return requests

@@ -173,16 +173,18 @@ class Workers:
             template.stop()
 
     def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
-        """Start at most `wanted` processes before the first order comes."""
+        """Start at most `wanted` processes before the first order comes. Raises WorkerError if one does not start."""
         with self._change:
             self._starting += 1
         try:
             self._await_template(backend, device)
             with self._change:
-                for _ in range(min(self.count, wanted) - self._running):
-                    process = self._start_process(backend, device)  # which may replace the list of idle ones
-                    self._idle.append(process)
-                self._end_when_idle()
+                try:
+                    for _ in range(min(self.count, wanted) - self._running):
+                        process = self._start_process(backend, device)  # which may replace the list of idle ones
+                        self._idle.append(process)
+                finally:
+                    self._end_when_idle()
         finally:
             with self._change:
                 self._starting -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -171,12 +171,20 @@ def _graph_row(entry: CacheEntry) -> dict[str, Any]:
     }
 
 
+def _by_text(calls: Mapping[Reason, int]) -> dict[str, int]:
+    """Return how many calls each text explains. A model that runs meanwhile may add reasons."""
+    texts: Counter[str] = Counter()
+    for reason, count in list(calls.items()):
+        texts[str(reason)] += count
+    return dict(texts)
+
+
 def _counts(counters: Counters) -> dict[str, Any]:
     return {
         "from_memory": counters.from_memory,
         "from_disk": counters.from_disk,
         "from_file": counters.from_file,
-        "reasons": {str(reason): count for reason, count in counters.eager_calls.items()},
+        "reasons": _by_text(counters.eager_calls),
         "calls": counters.calls,
         "recordings": counters.captures,
         "replays": counters.replays,

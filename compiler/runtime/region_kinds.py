@@ -165,10 +165,13 @@ class RegionKinds:
         if device == self.target.device or device.type == "meta":
             return
         self.target = replace(self.target, device=device)
-        self._kinds.clear()
-        self._before = None
+        self._before, before = None, self._kinds
+        self._kinds = {}
         missing = self.target.backend.loads(device)
         self._described = self._describe_all(list(self._fingerprints))
+        # A region that is gone keeps its kind until it comes back and is described.
+        gone = set(self._fingerprints.values()) - self._kinds.keys()
+        self._kinds |= {fingerprint: before[fingerprint] for fingerprint in gone}
         for kind in self._kinds.values():
             kind.closed = kind.closed or (Reason(ReasonCode.BACKEND, missing) if missing else None)
 
@@ -188,15 +191,20 @@ class RegionKinds:
         try:
             description = describer.describe(module)
             self._limit_states(path, description.fingerprint)
-            known = self._kinds.get(description.fingerprint)
-            kind = known or RegionKind.of(module, description, host, device)
+            kind = self._known(description.fingerprint) or RegionKind.of(module, description, host, device)
         except Unsupported as error:
             kind = RegionKind.closed_for(error.reason, path, module, device)
         except Exception as error:  # a block can hold anything, and anything can refuse to be looked at
             reason = Reason(ReasonCode.INDESCRIBABLE, one_line(error))
             kind = RegionKind.closed_for(reason, path, module, device)
         self._fingerprints[path] = kind.fingerprint
-        return self._kinds.setdefault(kind.fingerprint, kind)
+        self._kinds[kind.fingerprint] = kind = self._known(kind.fingerprint) or kind
+        return kind
+
+    def _known(self, fingerprint: str) -> RegionKind | None:
+        """Return the kind with a fingerprint if it is for this device."""
+        kind = self._kinds.get(fingerprint)
+        return kind if kind is not None and kind.device == self.target.device else None
 
     def _limit_states(self, path: str, identity: str) -> None:
         states = self._states[path]

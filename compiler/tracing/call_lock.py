@@ -76,9 +76,10 @@ class CallLock:
             with self._change:
                 self._change.wait_for(lambda: not self._is_taken)
                 self._is_taken = True
-                self._change.wait_for(lambda: self._calls == 0)
-            self._own.depth, self._own.is_exclusive = 1, True  # what this thread calls meanwhile is its own
             try:
+                with self._change:
+                    self._change.wait_for(lambda: self._calls == 0)
+                self._own.depth, self._own.is_exclusive = 1, True  # what this thread calls meanwhile is its own
                 yield
             finally:
                 self._own.depth, self._own.is_exclusive = 0, False

@@ -41,3 +41,18 @@ def test_work_that_hangs_leaves_asyncios_threads_free_and_has_a_limit():
         assert await in_own_thread(max, 1, 2) == 2
 
     asyncio.run(ask())
+
+
+def test_a_thread_that_does_not_start_is_not_counted(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def ask():
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            for _ in range(2 * MOST):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await in_own_thread(max, 1, 2)
+        assert await in_own_thread(max, 1, 2) == 2
+
+    asyncio.run(ask())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ...common.errors import printable
+from ...common.errors import one_line, printable
 from ...common.files import create_whole, open_regular
 from ...common.words import Words, join, say
 from ...identity.graph_spec import CompiledGraph
@@ -89,6 +89,8 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
         name = _create(filename_prefix, folder, data)
     except UnusableKey as error:
         raise GraphFileError(say("{name} could not be written: {error}.", name=name, error=error)) from None
+    except GraphFileError:
+        raise
     except OSError as error:
         raise GraphFileError(
             say(
@@ -97,6 +99,9 @@ def _write(graphs: list[CompiledGraph], filename_prefix: str) -> str:
                 error=error.strerror or error,
             )
         ) from None
+    except Exception as error:  # what a backend raises that cannot give the bytes of a graph
+        sentence = say("{name} could not be written: {error}.", name=name, error=one_line(error))
+        raise GraphFileError(sentence) from error
     size = len(data) / 1e6
     if len(graphs) == 1:
         return say("1 graph saved to {name}, {size:.1f} MB", name=name, size=size)

@@ -8,11 +8,11 @@ import threading
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ...backends import DEFAULT, choose_backend
+from ...backends import AUTO, DEFAULT, choose_backend
 from ...backends.base import Backend, GiveWay, at_once
 from ...backends.cuda_warmup import load_libraries
 from ...compile_cache.graph_cache import GraphCache
-from ...compile_cache.worker_pool import Workers
+from ...compile_cache.worker_pool import WorkerError, Workers
 from ...registry.registry import Registry
 from ...storage.store import StoreError, open_store
 from ...tracing.operators import register_operators
@@ -56,6 +56,7 @@ def warm_up(backend: str = "auto", loads: bool = False) -> None:
 
     `loads` says that graphs of a file are loaded soon.
     """
+    backend = DEFAULT if backend == AUTO else backend
     if backend not in _WARMED:
         _WARMED.add(backend)
         work = partial(_warm_up, backend, loads=loads)
@@ -102,9 +103,13 @@ def _warm_up(name: str, give_way: GiveWay = at_once, loads: bool = False) -> Bac
         return None
     workers, store = registry().cache.workers, registry().cache.store
     if workers is not None and workers.count > 1 and store is not None and not only_loads and not store.keys():
-        workers.start(chosen.name, device)
-        if not loads:
-            workers.has_begun.wait(ORDERS)
+        try:
+            workers.start(chosen.name, device)
+        except WorkerError as error:
+            log.info("No process was started ahead to compile: %s", error)
+        else:
+            if not loads:
+                workers.has_begun.wait(ORDERS)
     register_operators()
     chosen.warm_up(give_way)
     give_way()

@@ -182,8 +182,13 @@ class Spread:
             if self._workers.keys() <= item.refused_by:
                 self._end(item, Outcome(item.index, error=f"no worker does it ({'; '.join(item.attempts)})"))
                 return
-            self._waiting.appendleft(item)
+            self._put_back(item)
             self._tell(f"{worker.name} refuses item {item.index + 1}: {reason}. It is tried elsewhere.")
+
+    def _put_back(self, item: _Item) -> None:
+        """Have another worker do an item. It may be waiting by now."""
+        self._waiting.appendleft(item)
+        self._change.notify_all()
 
     def _lose(self, item: _Item, worker: Worker, reason: str) -> None:
         with self._change:
@@ -194,7 +199,7 @@ class Spread:
                 error = f"it was lost {item.lost} times ({'; '.join(item.attempts)})"
                 self._end(item, Outcome(item.index, error=error))
             else:
-                self._waiting.appendleft(item)
+                self._put_back(item)
                 self._tell(f"{worker.name} is lost: {reason}. Item {item.index + 1} is tried elsewhere.")
 
     def _replace(self, worker: Worker, left: int) -> Worker | None:

@@ -92,6 +92,17 @@ def test_hanging_job_refuses_later_jobs_until_it_ends(hanging):
     assert jobs.run("next", lambda: "done") == "done"
 
 
+def test_a_job_that_goes_on_after_an_interruption_refuses_later_jobs(hanging):
+    def interrupted(thread, limit):
+        raise KeyboardInterrupt
+
+    jobs = CompileJobs(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.run("slow block", hanging.wait)
+    with pytest.raises(CompileTimeout, match="still hangs on slow block"):
+        jobs.run("next", lambda: "done")
+
+
 def test_a_hanging_job_does_not_keep_the_process_alive(hanging):
     with pytest.raises(CompileTimeout):
         CompileJobs().run("slow block", hanging.wait, limit=0.05)

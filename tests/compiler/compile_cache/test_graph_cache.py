@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
-from compiled_graphs.compiler.compile_cache.graph_cache import GraphCache, Requester
+from compiled_graphs.compiler.compile_cache import graph_cache
+from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES, GraphCache, Requester
 from compiled_graphs.compiler.storage.store import FolderStore
 from networks import CPU, WIDTH, transformer, variants_of, weights_of
 
@@ -76,3 +78,13 @@ def test_a_graph_that_cannot_go_to_another_device_is_compiled_there(request_for)
         entry, source = cache.get_or_compile(request_for(device), by(backend))
         assert source == "compiled"
         assert entry.graph.spec.device == str(device)
+
+
+def test_a_note_may_list_as_many_graphs_of_one_kind_of_call_as_a_video_needs():
+    def requests(signatures, each):
+        texts = [f"call {number}" for number in range(signatures) for _ in range(each)]
+        return [SimpleNamespace(fingerprint="block", signature=SimpleNamespace(text=text)) for text in texts]
+
+    assert len(graph_cache._within_bounds(requests(MAX_SIGNATURES, 16))) == 16 * MAX_SIGNATURES
+    with pytest.raises(ValueError, match=f"more than {MAX_SIGNATURES} kinds of call"):
+        graph_cache._within_bounds(requests(MAX_SIGNATURES + 1, 1))

@@ -157,6 +157,23 @@ def test_a_process_that_cannot_start_leaves_it_to_this_process(fails, workers, v
         channel.wait()  # it was ended, or this would take its whole limit
 
 
+def test_a_process_ends_when_idle_though_the_next_one_did_not_start(monkeypatch):
+    pool, real, started = Workers(setup, Host(), count=2), workers_module.spawned, []
+
+    def spawned():
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(real())
+        return started[0]
+
+    monkeypatch.setattr(workers_module, "spawned", spawned)
+    monkeypatch.setattr(workers_module, "IDLE", 0.01)
+    with pytest.raises(WorkerError, match="could not start"):
+        pool.start("eager", CPU)
+    started[0].wait()  # or this takes its whole limit
+    assert pool._running == 0
+
+
 def test_a_process_that_dies_is_replaced(workers, variant):
     workers.compile(variant, "eager")
     for process in workers._idle:

@@ -291,6 +291,25 @@ def test_evicted_graphs_load_from_the_store(tmp_path):
     assert compiled.counters.eager_calls.total() == 0
 
 
+def test_whoever_still_holds_an_evicted_graph_is_told(tmp_path):
+    """Captures of steps do. They are dropped before the next sampling."""
+    registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()
+    compiled = compile_network(network, registry)
+    registry.assign("workflow", "node", compiled)
+    (entry,) = compiled.kinds()[0].entries
+    registry.evict("workflow", registry.keep("workflow"))
+    assert entry.is_out
+
+
+def test_reasons_with_the_same_words_are_counted_together(registry):
+    compiled = compile_network(transformer(), registry)
+    registry.assign("workflow", "node", compiled)
+    for reason in (Reason(ReasonCode.ERROR, "it fails"), Reason(ReasonCode.BACKEND, "it fails")):
+        compiled.counters.add_eager(reason)
+    assert str(Reason(ReasonCode.ERROR, "it fails")) == str(Reason(ReasonCode.BACKEND, "it fails"))
+    assert registry.report()["workflows"]["workflow"]["roles"]["node"]["reasons"] == {"it fails": 2}
+
+
 def test_graphs_of_a_file_are_stored_before_eviction(tmp_path):
     compiled = used(Registry(), transformer())
     registry, network = Registry(GraphCache(FolderStore(tmp_path))), transformer()

@@ -42,3 +42,18 @@ def test_a_description_from_before_a_move_is_not_taken_again(device):
     network.blocks[0].eps = eps
     kinds.go_back()
     assert [kinds.at(path).fingerprint for path in PATHS] == now
+
+
+def test_a_region_that_is_gone_while_the_others_move_is_described_for_their_device_when_it_comes_back():
+    network = transformer()
+    network.blocks[1].eps = 0.5
+    kinds, gone = kinds_of(network, "cuda:0"), network.blocks[1]
+    fingerprint = kinds.at(PATHS[1]).fingerprint
+    del network.blocks[1]
+    kinds.describe(PATHS[0])  # its weights are on the CPU
+    assert [kinds.at(path).device.type for path in PATHS] == ["cpu", "cuda"]
+    assert sum(kind.blocks for kind in kinds.in_use()) == 2
+    network.blocks.append(gone)
+    kinds.describe_again()
+    assert kinds.at(PATHS[1]).fingerprint == fingerprint
+    assert kinds.at(PATHS[1]).device.type == "cpu"

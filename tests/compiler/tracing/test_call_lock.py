@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 from compiled_graphs.compiler.tracing.call_lock import CallLock
 
 
@@ -90,3 +91,31 @@ def test_a_call_that_waits_for_a_job_lets_others_look_ahead():
         looker.start()
         looker.join()
     assert ahead
+
+
+def test_exclusive_work_that_is_interrupted_while_it_waits_leaves_the_lock_to_others():
+    lock, inside, go = CallLock(), threading.Event(), threading.Event()
+
+    def call():
+        with lock.shared():
+            inside.set()
+            go.wait()
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    inside.wait()
+    wait_for = lock._change.wait_for
+
+    def interrupted(predicate):
+        if not predicate():
+            raise KeyboardInterrupt
+        wait_for(predicate)
+
+    lock._change.wait_for = interrupted
+    with pytest.raises(KeyboardInterrupt), lock.exclusive():
+        pass
+    lock._change.wait_for = wait_for
+    go.set()
+    caller.join()
+    with lock.exclusive():
+        pass

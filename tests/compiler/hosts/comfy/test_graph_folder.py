@@ -103,3 +103,14 @@ def test_graphs_that_somebody_else_signed_are_left_out(tmp_path, monkeypatch):
         assert [stored.key for stored in read_graphs(file, Trust())] == [graph(0).key]
     with pytest.raises(GraphFileError, match="1 graph that somebody else signed is left out"):
         graph_folder.write([foreign], "sdxl")
+
+
+def test_a_graph_whose_bytes_cannot_be_had_is_one_sentence(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("the artifact is gone\nand so on")
+
+    monkeypatch.setattr(folder_paths, "get_folder_paths", lambda name: [str(tmp_path)])
+    executable = SimpleNamespace(to_bytes=fail, has_grown=lambda data: False)
+    broken = CompiledGraph("ab" * 32, "ab", "[]", "inductor", {}, SPEC, executable)
+    with pytest.raises(GraphFileError, match="graphs could not be written: RuntimeError: the artifact is gone"):
+        graph_folder.write([broken], "graphs")

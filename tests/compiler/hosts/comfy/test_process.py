@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_graphs.compiler.backends import AUTO, DEFAULT
+from compiled_graphs.compiler.common.reason import ReasonCode
+from compiled_graphs.compiler.compile_cache.worker_pool import WorkerError
 from compiled_graphs.compiler.hosts.comfy import process
 
 PATIENCE = 60.0
@@ -66,3 +69,24 @@ def test_imports_wait_for_nothing_where_graphs_are_loaded(workers, warmed, monke
     monkeypatch.setattr(process, "ORDERS", 10 * PATIENCE)
     process.warm_up("double", loads=True)
     assert warmed.wait(PATIENCE)
+
+
+def test_a_worker_that_does_not_start_does_not_keep_this_process_from_its_imports(workers, warmed, monkeypatch):
+    def fail(backend, device):
+        raise WorkerError(ReasonCode.WORKER, "could not start")
+
+    monkeypatch.setattr(process, "ORDERS", 10 * PATIENCE)
+    monkeypatch.setattr(workers, "start", fail)
+    process.warm_up("double")
+    assert warmed.wait(PATIENCE)
+
+
+def test_auto_is_warm_where_its_backend_is(workers, monkeypatch):
+    begun = []
+    monkeypatch.setattr(process, "_warm_up", lambda backend, loads: begun.append(backend))
+    for name in (AUTO, DEFAULT, AUTO):
+        process.warm_up(name)
+    deadline = threading.Event()
+    while not begun and not deadline.wait(0.01):
+        pass
+    assert begun == [DEFAULT]

@@ -82,6 +82,39 @@ def test_what_one_refuses_another_does(told):
     assert len(refused) == sum("a refuses item" in str(progress) for progress in told)
 
 
+@pytest.mark.parametrize("give_up", [refuse, lose])
+def test_a_worker_that_waits_gets_what_another_gives_back(told, give_up):
+    waits, first = threading.Event(), threading.Lock()
+
+    class Told(Spread):
+        def _next(self, worker):
+            with self._change:  # until it waits
+                if self._waiting:
+                    return super()._next(worker)
+                waits.set()
+                return super()._next(worker)
+
+    def run(item):
+        if not first.acquire(blocking=False):
+            return squared(item)
+        waits.wait()
+        with items._change:
+            pass
+        return give_up(item)
+
+    class Unreplaced(Worker):
+        def replaced(self):
+            is_done.wait(20)  # a server that restarts takes its time
+            return super().replaced()
+
+    is_done, outcomes = threading.Event(), []
+    items = Told([3], [Unreplaced("a", run), Unreplaced("b", run)], told.append)
+    reader = threading.Thread(target=lambda: (outcomes.extend(items), is_done.set()), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert [outcome.result for outcome in outcomes] == [9]
+
+
 def test_what_all_refuse_has_no_result_and_says_why(told):
     (outcome,) = spread([1], told, Worker("a", refuse), Worker("b", refuse))
     assert outcome.result is None
