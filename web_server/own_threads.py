@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from ..compiler.common.words import say
 
-MOST = 8
+MAX_REQUESTS = 8
 """Requests that are served at a time."""
-_free = threading.BoundedSemaphore(MOST)
+_free = threading.BoundedSemaphore(MAX_REQUESTS)
 
 T = TypeVar("T")
 

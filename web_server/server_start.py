@@ -25,7 +25,7 @@ from .prompt_server import prompt_server
 
 log = logging.getLogger(__name__)
 
-MOST_WAIT = 300.0
+MAX_WAIT = 300.0
 """Seconds that the server waits for its graphs before it listens without them."""
 PAUSE = 0.2
 """Seconds between looks at ComfyUI's queue."""
@@ -46,8 +46,8 @@ async def _on_startup(app: Any) -> None:
     loaded = threading.Event()
     threading.Thread(target=_warm_up, args=(loaded,), name="warm up after the start", daemon=True).start()
     if (wanted := os.environ.get(LISTEN, "")) == "warm":
-        if not await asyncio.to_thread(loaded.wait, MOST_WAIT):
-            log.warning("The server listens before its graphs are loaded: they took more than %.0f s.", MOST_WAIT)
+        if not await asyncio.to_thread(loaded.wait, MAX_WAIT):
+            log.warning("The server listens before its graphs are loaded: they took more than %.0f s.", MAX_WAIT)
     elif wanted:
         log.warning('%s is "%s", which says nothing: it may be "warm", or left out.', LISTEN, wanted)
 

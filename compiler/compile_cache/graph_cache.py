@@ -230,7 +230,7 @@ class GraphCache:
         `is_beside` says that a model runs meanwhile. `check` is called between requests, and what it raises ends the
         iteration.
         """
-        pays = self.workers is not None and self.workers.pay(self._missing(requests, by))
+        pays = self.workers is not None and self.workers.are_worth_starting(self._missing(requests, by))
         if pays:
             place = CompileIn.WORKER_REQUIRED if is_beside else CompileIn.WORKER_PREFERRED
             # The slowest one comes first, or everybody waits for it at the end.
@@ -245,7 +245,7 @@ class GraphCache:
         start, counted = time.perf_counter(), by.counters.seconds
         yield from outcomes
         if self.workers is not None and requests:
-            self.workers.rest(requests[0].device)
+            self.workers.stop_if_memory_is_scarce(requests[0].device)
         uncounted = time.perf_counter() - start - (by.counters.seconds - counted)
         by.counters.add("seconds", max(0.0, uncounted))
 

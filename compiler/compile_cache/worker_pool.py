@@ -32,7 +32,7 @@ from .worker_template import Template, is_supported
 
 log = logging.getLogger(__name__)
 
-MOST = 16
+MAX_PROCESSES = 16
 """Processes at a time."""
 WORTH_BEGINNING = 5
 """Processes are started for this many missing graphs: a start takes as long as compiling three or four graphs."""
@@ -141,13 +141,13 @@ class Workers:
         return worker_count() if self._count is None else self._count
 
     @property
-    def are_warm(self) -> bool:
+    def have_processes(self) -> bool:
         """Whether a process has been started already, or is about to be."""
         return self._running + self._starting > 0
 
-    def pay(self, missing: int) -> bool:
+    def are_worth_starting(self, missing: int) -> bool:
         """Whether worker processes, which take a while to start, would compile this many graphs sooner."""
-        return self.count > 1 and missing >= (2 if self.are_warm else WORTH_BEGINNING)
+        return self.count > 1 and missing >= (2 if self.have_processes else WORTH_BEGINNING)
 
     def start_template(self, backend: str, device: torch.device) -> None:
         """Begin to import, in a process of its own, what workers need. Does nothing where that cannot be shared."""
@@ -172,7 +172,7 @@ class Workers:
         if template is not None:
             template.stop()
 
-    def start(self, backend: str, device: torch.device, wanted: int = MOST) -> None:
+    def start(self, backend: str, device: torch.device, wanted: int = MAX_PROCESSES) -> None:
         """Start at most `wanted` processes before the first order comes. Raises WorkerError if one does not start."""
         with self._change:
             self._starting += 1
@@ -225,7 +225,7 @@ class Workers:
         self._give_back(process)
         return made
 
-    def rest(self, device: torch.device) -> None:
+    def stop_if_memory_is_scarce(self, device: torch.device) -> None:
         """Tell the pool that no orders follow for now. It stops if GPU memory is scarce: the model needs all of it."""
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] - self._host.memory_left_free() < PLENTY:
             self.stop()
@@ -338,7 +338,7 @@ def worker_count() -> int:
     except (KeyError, ValueError):
         pass
     cores = _cores()
-    limits = [MOST, max(cores * 3 // 4, cores - 2)]
+    limits = [MAX_PROCESSES, max(cores * 3 // 4, cores - 2)]
     try:
         import psutil
 

@@ -143,7 +143,15 @@ class GraphSpec:
             for size, hint, is_symbol in zip(shape, spec.hints, spec.symbolic, strict=True)
         )
 
-    def has_one_for(self, shapes: Sequence[Sequence[int]]) -> bool:
+    def tells_symbols_of(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether the graph tells which sizes of a call with these input shapes are symbols.
+
+        One for videos with sound does not tell it of those without. One for a step that all frames share does not tell
+        it of a step for each frame.
+        """
+        return self._is_empty_in_same_places(shapes) and not self._fixes_larger_size_at_one(shapes)
+
+    def _fixes_larger_size_at_one(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a size that the graph fixes at 1 is larger in a call with these input shapes: it may be a symbol."""
         sizes = (
             pair
@@ -152,7 +160,7 @@ class GraphSpec:
         )
         return any(size > 1 == hint and not is_symbol for size, hint, is_symbol in sizes)
 
-    def is_empty_as(self, shapes: Sequence[Sequence[int]]) -> bool:
+    def _is_empty_in_same_places(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a call with these input shapes is empty where the example is, and only there."""
         return all(
             (size == 0) == (hint == 0)

@@ -106,21 +106,21 @@ class CompiledModel:
                 made.append(forward)
         return dict(self._forwards)
 
-    def follow(self, is_inside: bool = False) -> bool:
-        """See whether the regions are still what was described; go on as what they are now.
+    def refresh(self, is_inside: bool = False) -> bool:
+        """Compare the regions with their last description, and attach the forwards of those that have changed.
 
-        Returns whether anything has changed; takes milliseconds if not. During a call the forwards are in
-        place already: a module that has left its path runs eagerly, and its replacement too until the next call.
+        Returns whether any has; takes milliseconds if not. During a call the forwards are in place already: a module
+        that has left its path runs eagerly, and its replacement too until the next call.
         """
         is_same = self._kinds.are_unchanged()
         modules = self._kinds.modules() if is_same or self._kinds.go_back() else self._kinds.describe_again()
-        # Also where nothing has changed since: what missed a graph in the last sampling had all regions described.
+        # Even if nothing has changed: a cache miss in the last sampling may have described the regions again.
         for path, forward in list(self._forwards.items()):
             module, kind = modules.get(path), self._kinds.at(path)
             if module is None or (is_inside and module is not forward.module()):
-                is_same &= not forward.leave()
+                is_same &= not forward.detach()
             elif not forward.is_attached_to(module, kind):
-                forward.become(module, kind)
+                forward.attach(module, kind)
                 is_same = False
         if not is_same:
             self._supply.use_pending()

@@ -42,7 +42,7 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and can_see_syncs()
 
 
-def is_lent_memory(device: torch.device) -> bool:
+def captures_borrow_memory(device: torch.device) -> bool:
     """Whether captures on a device hold memory only while they run."""
     return device.type == "cuda" and torch.cuda.get_allocator_backend() != "native"
 

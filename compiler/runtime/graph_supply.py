@@ -167,7 +167,7 @@ class GraphSupply:
         kind.evict({entry.graph.key})
 
     def _provide_later(self, kind: RegionKind, miss: Miss, call: ModelCall | None) -> None:
-        if self._kinds.model() is None or kind.answers(miss):
+        if self._kinds.model() is None or kind.has_resolved(miss):
             return
         if not self._kinds.are_unchanged():  # such as after a sampling: a call that still wants it asks again
             return
@@ -184,9 +184,7 @@ class GraphSupply:
         if signature.patch_points and self._provide_patched(kind, miss):
             return None
         specs = [entry.graph.spec for entry in kind.graphs_of(signature.text)]
-        # Other graphs do not tell which of the call's sizes are symbols: one for videos with sound says nothing of
-        # those without, and one for a step that all frames share says nothing of a step for each frame.
-        if call is None or any(spec.is_empty_as(miss.shapes) and not spec.has_one_for(miss.shapes) for spec in specs):
+        if call is None or any(spec.tells_symbols_of(miss.shapes) for spec in specs):
             return self._provide_branch(kind, miss)
         try:
             requests = self._look_ahead(call)
@@ -206,7 +204,7 @@ class GraphSupply:
                 self._settle(self._get(request), 1, 1)
         self._on_change()
         self._note(requests)
-        if kind.graphs_of(signature.text) and not kind.answers(miss):
+        if kind.graphs_of(signature.text) and not kind.has_resolved(miss):
             return self._provide_branch(kind, miss)
         return None if kind.is_settled(signature.text) else Reason(ReasonCode.SIZE_ARGUMENT)
 
@@ -225,7 +223,7 @@ class GraphSupply:
                 self._settle(self._get(request), 1, 1)
                 self._on_change()
                 self._note([request])
-            if kind.answers(miss):
+            if kind.has_resolved(miss):
                 return True
         return False
 
@@ -243,7 +241,7 @@ class GraphSupply:
         self._settle(self._get(request), 1, 1)
         self._on_change()
         self._note([request])
-        return None if kind.answers(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
+        return None if kind.has_resolved(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
 
     def _provide_branch(self, kind: RegionKind, miss: Miss) -> Reason | None:
         """Provide a graph that is traced at the call's own sizes, for code that takes another branch there."""
@@ -257,7 +255,7 @@ class GraphSupply:
         self._check_cancelled()
         self._settle(self._get(request), 1, 1)
         self._on_change()
-        return None if kind.answers(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
+        return None if kind.has_resolved(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
 
     def _wanted_ahead(self, call: ModelCall, name: str) -> list[GraphRequest]:
         """Return what a call wants, from memory or the store if it has a name that is known there."""
@@ -371,7 +369,7 @@ class GraphSupply:
             kind.add(request.signature.text, outcome.entry)
         else:
             reason = reason_of(outcome.error)
-            if self._may_pass(reason, request.fingerprint):
+            if self._is_transient_mismatch(reason, request.fingerprint):
                 self._met_another = True
             else:
                 kind.mark_eager(request.signature.text, reason)
@@ -381,7 +379,7 @@ class GraphSupply:
             self.compiled.append(request.region)
         return Progress(done, total, request.region, outcome.source, outcome.seconds, reason)
 
-    def _may_pass(self, reason: Reason, fingerprint: str) -> bool:
+    def _is_transient_mismatch(self, reason: Reason, fingerprint: str) -> bool:
         """Whether a worker was sent a region that had changed for a while, such as when a sampling ends."""
         if reason.code is not ReasonCode.CODE_DIFFERS or not self._is_beside:
             return False

@@ -37,7 +37,7 @@ Repeat = Callable[[nn.Module, str, tuple, Mapping[str, Any]], ModelCall | None]
 """Makes of a running call (network, method, arguments) what makes it again at other sizes."""
 
 OVERFLOWED = Reason(ReasonCode.NOT_FINITE)
-MOST_OVERFLOWS = 3
+MAX_OVERFLOWS = 3
 """After so many images one after the other that were made twice, they are made eagerly at once."""
 
 
@@ -150,7 +150,7 @@ class NetworkWrapper:
             gain, [each for each in self.compiled.latency.figures() if each.method == self.method]
         )
         if self.speed_trial.has_fallen_back and not had_fallen_back and self.step_replay is not None:
-            self.step_replay.forget()
+            self.step_replay.drop_captures()
 
     def _call_with_weights(self, call: RunningCall, args: tuple, kwargs: Mapping[str, Any], has_check: bool) -> Any:
         """Make a call while its weights are kept in place. One that runs out of memory is made again without that."""
@@ -193,21 +193,21 @@ class NetworkWrapper:
 
         Returns whether a block of this call is compared with eager.
         """
-        if not self.sampling.is_known() or self._has_changed_inside:
+        if not self.sampling.covers_call() or self._has_changed_inside:
             self._has_changed_inside = False
             self.compiled.weights.follow()
-            has_changed = self.compiled.follow()
+            has_changed = self.compiled.refresh()
             if self.step_replay is not None:
-                self.step_replay.start_over() if has_changed else self.step_replay.look()
+                self.step_replay.drop_and_revalidate() if has_changed else self.step_replay.drop_if_changed()
             self.sampling.note()
         return self.compiled.schedule_check()
 
     def _look_inside(self, call: RunningCall) -> None:
         """Check once more before the first block: what runs inside of the call may have changed the network by then."""
-        if self.compiled.follow(is_inside=True):
+        if self.compiled.refresh(is_inside=True):
             self._has_changed_inside = call.had_setup = True
             if self.step_replay is not None:
-                self.step_replay.start_over()
+                self.step_replay.drop_and_revalidate()
 
     def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
         installed: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -269,7 +269,7 @@ class VAEWrapper(NetworkWrapper):
     def _enter(self, *args: Any, **kwargs: Any) -> Any:
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device, dtype = first.device, first.dtype
-        if self._overflows[dtype] >= MOST_OVERFLOWS:
+        if self._overflows[dtype] >= MAX_OVERFLOWS:
             with eagerly(OVERFLOWED):
                 return super()._enter(*args, **kwargs)
         drawn = _random_state(device)

@@ -99,23 +99,23 @@ class RegionForward:
         self._verify = owner.verifies
         self.check_next = False
         """Set to have the next call compared with eager, whatever was proven before."""
-        self.become(module, kind)
+        self.attach(module, kind)
 
-    def become(self, module: nn.Module, kind: RegionKind) -> None:
+    def attach(self, module: nn.Module, kind: RegionKind) -> None:
         """Serve this module from now on, as a region of this kind."""
         self._module = weakref.ref(module)
-        self._is_left = False
+        self._is_detached = False
         self._kind = kind
         self._modules = ModuleGuard(module, self._host)
         self._weights = WeightGuard(module, self._host, kind.device, self._owner.weights.of(module))
 
     def is_attached_to(self, module: nn.Module, kind: RegionKind) -> bool:
         """Whether it is attached to this module, as a region of this kind."""
-        return not self._is_left and module is self._module() and kind is self._kind
+        return not self._is_detached and module is self._module() and kind is self._kind
 
-    def leave(self) -> bool:
+    def detach(self) -> bool:
         """Run eagerly from now on: the region is not at its path any more. Return whether it was attached so far."""
-        was_left, self._is_left = self._is_left, True
+        was_left, self._is_detached = self._is_detached, True
         return not was_left
 
     def module(self) -> nn.Module | None:
@@ -170,7 +170,7 @@ class RegionForward:
     def _match(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], running: RunningCall | None) -> _Call:
         """Return how a graph serves a call, with its weights. Raises Unsupported if none can.
 
-        What it looks at ends with it: a block that runs eagerly frees the frames of the chunk before.
+        It keeps no frames of a video: a block that runs eagerly must be able to free those of the chunk before.
         """
         have_functions = self._refresh_if_changed(module)
         context = self._check_call(args, kwargs)
@@ -213,7 +213,7 @@ class RegionForward:
             return call.eager(call.context)
         if call.patches:
             plan.entry.served.add(call.patches)
-            if plan.writes:  # what a patch was given, it was given there
+            if plan.writes:  # a patch gets the same dictionary, and may have written to it
                 self._host.apply_writes(call.context, plan.writes)
         if call.window:
             call.window.write(*left)
@@ -249,7 +249,7 @@ class RegionForward:
         return [(tensor, tensor.clone()) for tensor in written]
 
     def _after_patch(self, failed: PatchFailed, call: _Call, given: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Run what a patch did not let a graph do; raise what is the patch's own to raise."""
+        """Run the block eagerly if a patch gave another shape or dtype. Raise the patch's own exception."""
         if not isinstance(failed.error, WrongOutput) or len(given) < len(call.plan.entry.graph.spec.mutated):
             raise failed.error
         for tensor, values in given:
@@ -294,15 +294,15 @@ class RegionForward:
 
         Returns whether weight functions act.
         """
-        if self._is_left:
+        if self._is_detached:
             raise Unsupported(ReasonCode.MODULE_REPLACED)
         try:
             have_functions = self._modules.check()
             self._weights.check()
         except Changed:
-            # A change that cannot be followed yet must be seen again.
+            # If this raises, the old guards stay, and the next call sees the change again.
             have_functions = ModuleGuard(module, self._host).check()
-            self.become(module, self._owner.describe(self._path))
+            self.attach(module, self._owner.describe(self._path))
         return have_functions
 
     def _run(self, plan: Plan, weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:

@@ -61,7 +61,7 @@ class Plan:
     defaults: tuple[torch.Tensor, ...]
     """Tensors that the call leaves to the defaults of `forward`; they follow the call's own."""
     reads: frozenset[str]
-    """Options with which a call is not one for this graph."""
+    """Options that the traced code looked up and did not find. A call that has one runs eagerly."""
     writes: Mapping[str, Any]
     """What the region's code leaves in its options."""
 
@@ -215,7 +215,7 @@ class RegionKind:
         """Return the graphs for calls of a signature, also those that are retired."""
         return [entry for entry in self.graphs.get(signature_text, ()) if not entry.is_evicted]
 
-    def answers(self, miss: Miss) -> bool:
+    def has_resolved(self, miss: Miss) -> bool:
         """Whether calls that were a miss have a graph by now, or a reason to have none."""
         text = miss.signature.text
         if text in self.graphs and text not in self.refusals:

@@ -24,7 +24,7 @@ from .region_kind import RegionKind
 from .summary import KindInUse
 
 MAX_STATES = 8
-"""New states of one region that are followed. What changes with every image must not compile with every image."""
+"""How many states a region may have; then it runs eagerly. What changes with every image must not compile with each."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RegionKinds:
         """By path: what a region has been."""
         self._described = self._describe_all(paths)
         self._before: _Described | None = None
-        """The description before. Other code changes blocks for the length of a call, and takes it back."""
+        """The description before the last change. Extensions change blocks for a call and undo it (`go_back`)."""
 
     def __iter__(self) -> Iterator[RegionKind]:
         """Iterate over the kinds, also those that no region is of any more."""

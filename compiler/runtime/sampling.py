@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 class Sampling(Protocol):
     """Tells whether the running call belongs to a sampling whose network was checked already."""
 
-    def is_known(self) -> bool:
+    def covers_call(self) -> bool:
         """Return whether the network was checked in the running call's sampling. Ask once for each call."""
         ...
 
@@ -28,7 +28,7 @@ class Sampling(Protocol):
 class EachCall:
     """For calls that belong to no sampling, such as a VAE's: each is checked."""
 
-    def is_known(self) -> bool:
+    def covers_call(self) -> bool:
         """Return False: each call is checked."""
         return False
 
@@ -55,7 +55,7 @@ class Announced:
         self._is_running = self._checked = False
         Announced.running = None
 
-    def is_known(self) -> bool:
+    def covers_call(self) -> bool:
         """Return whether the network was checked since the sampling began."""
         return self._is_running and self._checked and not self._checks_each
 
@@ -74,7 +74,7 @@ class Beside(EachCall):
     def __init__(self) -> None:
         self._checked: object | None = None
 
-    def is_known(self) -> bool:
+    def covers_call(self) -> bool:
         """Return whether the network was checked since the other one's sampling began."""
         return self._checked is not None and self._checked is Announced.running
 
@@ -95,7 +95,7 @@ class Scheduled:
         self._checked: list[weakref.ref] = []
         self._calls_left = 0
 
-    def is_known(self) -> bool:
+    def covers_call(self) -> bool:
         """Return whether the present schedules were checked and have a step left for this call."""
         self._calls_left -= 1
         if self._calls_left < 0:

@@ -1,7 +1,7 @@
 """Falls back to eager for good if a network is slower with its graphs.
 
 Blocks that are timed one by one can only raise a doubt. They say nothing of what runs between them, nor of steps that
-are replayed without Python. So one or two samplings then run uncompiled, and are timed as the compiled ones were.
+are replayed without Python. So one to three samplings then run uncompiled, and are timed as the compiled ones were.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..common.reason import Reason, ReasonCode
 from ..common.timing import CallTime, Gain, LatencyTracker
 
 DOUBTED = 1.05
-"""A gain below this, of blocks timed one by one, is doubted. It flatters graphs: the device is waited for after each
-block, and in a step the next one is on its way by then."""
+"""A gain below this, of blocks timed one by one, is doubted. This timing favours graphs: it waits for the GPU after
+each block, and in a step the next block is queued already."""
 MARGIN = 0.97
 """Uncompiled calls must take less than this share of compiled ones. Nobody sees a loss of three percent, and medians of
 the same calls can differ by one or two between samplings: a GPU gets warm, and changes its clock."""
-ENOUGH_CALLS = 8
+MIN_CALLS = 8
 """Calls of a size, each way, that a decision needs. The first few of a sampling can be unlike the others."""
-MOST_SAMPLINGS = 3
+MAX_SAMPLINGS = 3
 """Samplings that are made uncompiled in search of a decision. Then the sizes keep changing, and the graphs stay."""
-ENOUGH_ALONE, MOST_ALONE = 3, 6
+MIN_ALONE, MAX_ALONE = 3, 6
 """The same for networks that are called once a prompt, such as a VAE's decoder: each call counts as a sampling."""
 
 
@@ -43,22 +43,22 @@ class SpeedTrial:
 
         That is a ControlNet, or a model in a ComfyUI from before 2025.
         """
-        return cls(ENOUGH_CALLS, 2 * ENOUGH_CALLS)
+        return cls(MIN_CALLS, 2 * MIN_CALLS)
 
     @classmethod
     def of_decoder(cls) -> SpeedTrial:
         """Return the trial of a VAE's decoder, whose calls belong to no sampling."""
-        return cls(ENOUGH_ALONE, MOST_ALONE)
+        return cls(MIN_ALONE, MAX_ALONE)
 
     @classmethod
     def of_encoder(cls) -> SpeedTrial:
         """Return the trial of a text encoder. It is always doubted: its blocks are so small that what runs between
         them takes as long. The uncompiled prompts that this takes are few: T5-XXL takes 0.05 s longer for each.
         """
-        return cls(ENOUGH_ALONE, MOST_ALONE, doubted=math.inf)
+        return cls(MIN_ALONE, MAX_ALONE, doubted=math.inf)
 
     def __init__(
-        self, enough_calls: int = ENOUGH_CALLS, most_samplings: int = MOST_SAMPLINGS, doubted: float = DOUBTED
+        self, enough_calls: int = MIN_CALLS, most_samplings: int = MAX_SAMPLINGS, doubted: float = DOUBTED
     ) -> None:
         self.latency = LatencyTracker()
         """What uncompiled calls take; told by whoever makes them."""

@@ -34,15 +34,15 @@ from ..identity.call_signature import ContextArguments
 from ..identity.fingerprint import network_code
 from ..identity.watch import Watch
 from ..tracing.call_lock import call_lock
-from .cuda_graph import Capture, Replayable, capture_on_gpu, is_lent_memory, return_lent_memory
+from .cuda_graph import Capture, Replayable, capture_on_gpu, captures_borrow_memory, return_lent_memory
 from .guards import Changed, ModuleGuard, TensorGuard
 from .running_call import RunningCall
 from .sync_detector import SyncDetector
 
 log = logging.getLogger(__name__)
 
-FEWEST_STEPS = 8
-"""Samplings shorter than this are not captured where captures end with their sampling: one costs two or three steps."""
+MIN_STEPS = 8
+"""Shorter samplings are not captured if captures last for one sampling: a capture costs two or three steps."""
 MAX_CAPTURES = 4
 """Sizes that are captured, which share their memory. Where areas bring more sizes to a sampling, those are called."""
 
@@ -126,14 +126,14 @@ class StepReplay:
             return call(*args, **kwargs)
         try:
             key, tensors, steps = self._read(args, kwargs)
-            self._drop_what_has_changed()
+            self._drop_stale()
             self._used.add(key)
             state = self._states.get(key)
             result = _replayed(state, tensors) if isinstance(state, _Captured) else None
             # Only now, while the GPU works: a replay reads tensors that are in place and writes to its own.
             self._modules.check()
         except (Unsupported, Changed) as error:
-            self.start_over()
+            self.drop_and_revalidate()
             self.reason = error.reason if isinstance(error, Unsupported) else Reason(ReasonCode.MODULE_REPLACED)
             return call(*args, **kwargs)
         if isinstance(state, _Captured):
@@ -141,8 +141,8 @@ class StepReplay:
             self.reason = None
             self.has_replayed = running.was_replayed = True
             return result
-        if steps < FEWEST_STEPS and not is_lent_memory(self._device):
-            self.reason = Reason(ReasonCode.FEW_STEPS, str(FEWEST_STEPS))
+        if steps < MIN_STEPS and not captures_borrow_memory(self._device):
+            self.reason = Reason(ReasonCode.FEW_STEPS, str(MIN_STEPS))
             return call(*args, **kwargs)
         if state is None:
             return self._call_first(key, call, args, kwargs, running)
@@ -157,31 +157,31 @@ class StepReplay:
         reason = self.reason
         return self.has_replayed or (reason is not None and reason.code is not ReasonCode.FEW_STEPS)
 
-    def look(self) -> None:
+    def drop_if_changed(self) -> None:
         """Before a sampling, drop captures of what the network is no longer."""
         if self._watch is not None and not self._watch.holds():
-            self.start_over()
+            self.drop_and_revalidate()
 
-    def release_memory(self) -> None:
+    def end_sampling(self) -> None:
         """Give back the memory that captures work in, at the end of a sampling; without it some cannot go on."""
         self._used.clear()
-        if not is_lent_memory(self._device):
-            self.forget()
+        if not captures_borrow_memory(self._device):
+            self.drop_captures()
             return
         # Sizes that could not be captured are tried again.
         self._states = {key: state for key, state in self._states.items() if not isinstance(state, _NotCaptured)}
         if self._states:
             return_lent_memory(self._device)
 
-    def start_over(self) -> None:
+    def drop_and_revalidate(self) -> None:
         """Drop all captures, and have the next ones watched and compared again.
 
         Other code may run by now, and wait for the GPU. Where memory is lent, no process survives a capture of that.
         """
-        self.forget()
+        self.drop_captures()
         self._validated.clear()
 
-    def forget(self) -> None:
+    def drop_captures(self) -> None:
         """Drop all captures."""
         has_captured = self._pool is not None
         if has_captured:
@@ -189,7 +189,7 @@ class StepReplay:
         self._states.clear()
         self._entries.clear()
         self._tensors = self._watch = self._pool = None
-        if has_captured and is_lent_memory(self._device):
+        if has_captured and captures_borrow_memory(self._device):
             return_lent_memory(self._device)
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, list[torch.Tensor], int]:
@@ -209,14 +209,14 @@ class StepReplay:
             raise Unsupported(ReasonCode.INPUT_DEVICE)
         return (*token, _arithmetic()), tensors, self._host.steps(context)
 
-    def _drop_what_has_changed(self) -> None:
+    def _drop_stale(self) -> None:
         if not self._states:
             return
         has_graphs = not any(entry.is_out for entry in self._entries)
         if self._tensors is None or not has_graphs or not self._tensors.has_same_attributes:
-            self.start_over()
+            self.drop_and_revalidate()
         elif not self._tensors.holds():
-            self.forget()
+            self.drop_captures()
 
     def _call_first(
         self, key: Any, call: Callable, args: tuple, kwargs: Mapping[str, Any], running: RunningCall

@@ -22,7 +22,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def unanswered() -> Iterator[None]:
+def without_answers() -> Iterator[None]:
     """Answer nothing that this thread asks for inside the block."""
     outer = getattr(_thread, "is_off", False)
     _thread.is_off = True
@@ -32,7 +32,7 @@ def unanswered() -> Iterator[None]:
         _thread.is_off = outer
 
 
-def with_answers(call: Callable[[bool], None]) -> None:
+def call_with_answers(call: Callable[[bool], None]) -> None:
     """Make a call under fake tensors; if it fails for want of a value, make it again and answer what it asks for.
 
     `call` is told whether it is answered. Raises its first error.

@@ -21,7 +21,7 @@ from ..identity.call_signature import CELLS
 from ..identity.frame_carry import CarryWindow
 from ..identity.frame_cells import Cells, CellWindow
 from ..identity.frame_window import FrameWrites, Window, bind_read
-from .answered_values import unanswered
+from .answered_values import without_answers
 from .weightless_copy import weightless_copy
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def _window_size(
     carries = type(names) is FrameCarry
     own = {names.given: None, names.left: left} if carries else {names.entries: entries, names.cursor: cursor}
     try:
-        with _fake_tensors(), host.traced_functions(is_lenient=True), unanswered():
+        with _fake_tensors(), host.traced_functions(is_lenient=True), without_answers():
             probed = weightless_copy(block, host, empty_like)
             host.prepare_for_tracing(probed)
             given = pytree.tree_map_only(torch.Tensor, empty_like, {**bound.arguments, **dict.fromkeys(own)})

@@ -21,7 +21,7 @@ from ..common.tensors import empty_like
 from ..common.torch_compat import FakeTensorMode, needs_values, pytree
 from ..identity.call_signature import Call, CallSignature, SizePlaces, bind, read, size_places
 from ..identity.regions import Region
-from .answered_values import unanswered
+from .answered_values import without_answers
 from .frame_windows import WindowSizes, see
 from .graph_request import GraphRequest
 from .weightless_copy import weightless_copy
@@ -168,7 +168,7 @@ def _observed_forward(
 
     def run(tensors: Sequence[torch.Tensor] = ()) -> Any:
         try:
-            with unanswered():
+            with without_answers():
                 return type(block).forward(block, *args, **kwargs)
         except Exception as error:
             if not (tensors and needs_values(error)):

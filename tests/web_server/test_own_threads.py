@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from compiled_graphs.web_server import own_threads
-from compiled_graphs.web_server.own_threads import MOST, Busy, in_own_thread
+from compiled_graphs.web_server.own_threads import MAX_REQUESTS, Busy, in_own_thread
 
 
 def fail():
@@ -28,16 +28,16 @@ def test_work_that_hangs_leaves_asyncios_threads_free_and_has_a_limit():
         goes_on.wait()
 
     async def ask():
-        waiting = [asyncio.ensure_future(in_own_thread(hang)) for _ in range(MOST)]
-        for _ in range(MOST):
+        waiting = [asyncio.ensure_future(in_own_thread(hang)) for _ in range(MAX_REQUESTS)]
+        for _ in range(MAX_REQUESTS):
             await asyncio.to_thread(begun.acquire)
         with pytest.raises(Busy, match="does not answer"):
             await in_own_thread(max, 1, 2)
         waiting[0].cancel()  # whoever asked has gone
         goes_on.set()
         await asyncio.wait(waiting)
-        assert all(own_threads._free.acquire(timeout=10) for _ in range(MOST))
-        own_threads._free.release(MOST)
+        assert all(own_threads._free.acquire(timeout=10) for _ in range(MAX_REQUESTS))
+        own_threads._free.release(MAX_REQUESTS)
         assert await in_own_thread(max, 1, 2) == 2
 
     asyncio.run(ask())
@@ -50,7 +50,7 @@ def test_a_thread_that_does_not_start_is_not_counted(monkeypatch):
     async def ask():
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fail)
-            for _ in range(2 * MOST):
+            for _ in range(2 * MAX_REQUESTS):
                 with pytest.raises(RuntimeError, match="can't start new thread"):
                     await in_own_thread(max, 1, 2)
         assert await in_own_thread(max, 1, 2) == 2

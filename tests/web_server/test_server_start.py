@@ -124,7 +124,7 @@ async def _start(app):
 def test_a_server_does_not_wait_for_its_graphs_for_ever(server_start, monkeypatch, caplog):
     app = web.Application()
     monkeypatch.setenv(server_start.LISTEN, "warm")
-    monkeypatch.setattr(server_start, "MOST_WAIT", 0.1)
+    monkeypatch.setattr(server_start, "MAX_WAIT", 0.1)
     monkeypatch.setattr(server_start, "prompt_server", lambda: SimpleNamespace(app=app))
     monkeypatch.setattr(server_start, "_warm_up", lambda loaded: None)
     server_start.register()

@@ -23,9 +23,9 @@ from .backend import InductorBackend
 from .graph_edits import add_node
 
 DTYPE = torch.float8_e4m3fn
-FEWEST_WEIGHTS = 2**20
+MIN_WEIGHTS = 2**20
 """Weights of the smallest layer that is quantized."""
-FEWEST_ROWS = 512
+MIN_ROWS = 512
 """Rows of the smallest product that is quantized, in the example that a graph is traced with.
 
 In that example, an image of 1024x1024 has seven times as many rows, and texts have tens of rows.
@@ -95,9 +95,9 @@ def _is_worth_it(node: fx.Node) -> bool:
         return False
     if not _is_input(node.args[1]) or isinstance(weight.shape[0], torch.SymInt):  # a low-rank branch
         return False
-    if weight.shape[0] % 16 or weight.shape[1] % 16 or weight.numel() < FEWEST_WEIGHTS:
+    if weight.shape[0] % 16 or weight.shape[1] % 16 or weight.numel() < MIN_WEIGHTS:
         return False
-    return math.prod(_hint(size) for size in x.shape[:-1]) >= FEWEST_ROWS
+    return math.prod(_hint(size) for size in x.shape[:-1]) >= MIN_ROWS
 
 
 def _is_input(weight: fx.Node) -> bool:

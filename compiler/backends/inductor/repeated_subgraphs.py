@@ -26,9 +26,9 @@ from ...common.torch_compat import (
     tree_map,
 )
 
-FEWEST = 4
+MIN_REPEATS = 4
 """At least this many equal stretches are worth folding."""
-SHORTEST = 12
+MIN_PERIOD = 12
 """A stretch has at least this many operators."""
 _NAME = "repeated"
 _FIRST = frozenset({torch.ops.aten.linear.default})
@@ -142,7 +142,7 @@ def _repeated(nodes: list[fx.Node]) -> list[RepeatedSpan]:
     period, begin, end = _longest_run([_loose_form(node) for node in nodes])
     for first in range(begin, min(begin + period, end)):
         cuts = range(first, end - period + 1, period)
-        if len(cuts) < FEWEST or nodes[first].target not in _FIRST:
+        if len(cuts) < MIN_REPEATS or nodes[first].target not in _FIRST:
             continue
         stretches = [RepeatedSpan.of(nodes[cut : cut + period]) for cut in cuts]
         equal = [stretch for stretch in stretches if stretch.form == stretches[0].form]
@@ -154,11 +154,11 @@ def _repeated(nodes: list[fx.Node]) -> list[RepeatedSpan]:
 def _longest_run(forms: list[Any]) -> tuple[int, int, int]:
     """Return a period, and the begin and end of the longest run that repeats with that period."""
     best = (1, 0, 0)
-    for period in range(SHORTEST, len(forms) // FEWEST + 1):
+    for period in range(MIN_PERIOD, len(forms) // MIN_REPEATS + 1):
         length = 0
         for i in range(period, len(forms)):
             length = length + 1 if forms[i] == forms[i - period] else 0
-            if length >= (FEWEST - 1) * period and length + period > best[2] - best[1]:
+            if length >= (MIN_REPEATS - 1) * period and length + period > best[2] - best[1]:
                 best = (period, i + 1 - length - period, i + 1)
     return best
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...backends import AUTO, choose_backend
-from ...backends.inductor.float8 import FEWEST_WEIGHTS
+from ...backends.inductor.float8 import MIN_WEIGHTS
 from ...common.reason import Unsupported
 from ...common.words import join, say
 from ...compile_cache.background_queue import Background
@@ -47,8 +47,8 @@ from .sampling_hooks import (
     announce_samplings,
     arrange_weights,
     call_around_samplings,
+    has_gpu_events,
     replay_steps,
-    times_itself,
 )
 from .status import Status
 from .texts import (
@@ -176,7 +176,7 @@ def _is_quantized(regions: Iterable[Region]) -> bool:
     """Whether the large layers of these regions have quantised weights: none is left that a backend could round."""
     matrices = [w for region in regions for w in region.module.parameters() if w.ndim == 2]
     quantized = {id(weight) for weight in matrices if _consists_of_others(weight)}
-    return bool(quantized) and all(id(w) in quantized or w.numel() < FEWEST_WEIGHTS for w in matrices)
+    return bool(quantized) and all(id(w) in quantized or w.numel() < MIN_WEIGHTS for w in matrices)
 
 
 def _consists_of_others(weight: torch.Tensor) -> bool:
@@ -244,16 +244,16 @@ def _compile_ahead(
 def _attach(target: PatchedNetwork, request: Request, made: CompiledNetwork) -> None:
     """Put the wrappers into the patcher, and have it say when it samples."""
     chosen, built = made.chosen, made.built
-    play = _role(request, target, built)
+    register_use = _register_use(request, target, built)
     for each in built.wrappers:
         each.inner = foreign_forward(target.patcher, target.network, target.prefix + each.method, each.method)
-        each.on_call, each.device = play, target.device
+        each.on_call, each.device = register_use, target.device
         if isinstance(each, VAEWrapper):
             each.on_broken = built.status.tell_broken
         each.install_while_running(made.forwards)
         target.patcher.add_object_patch(target.prefix + each.method, each)
     announces = bool(target.prefix) and comfy_compat.announces_samplings(target.patcher)
-    if request.backend == AUTO and times_itself(target.device):
+    if request.backend == AUTO and has_gpu_events(target.device):
         add_speed_trial(target, chosen, built, announces)
     if announces:
         announce_samplings(target, built)
@@ -266,19 +266,19 @@ def _attach(target: PatchedNetwork, request: Request, made: CompiledNetwork) -> 
     else:
         for each in built.wrappers:
             each.on_setup, each.sampling = built.status.tell_news, Beside()
-    play()
+    register_use()
 
 
-def _role(request: Request, target: PatchedNetwork, built: UnattachedModel) -> Callable[[], None]:
+def _register_use(request: Request, target: PatchedNetwork, built: UnattachedModel) -> Callable[[], None]:
     """Return what to call when the model runs, so that the registry knows which workflows run it."""
     reference, registry = weakref.ref(built.compiled), process.registry()
     name = f"{request.node_id}:{target.kind}" + (f" {target.device}" if built.status.of else "")
 
-    def play() -> None:
+    def register_use() -> None:
         if model := reference():
             registry.assign(request.workflow(), name, model)
 
-    return play
+    return register_use
 
 
 def _backend_name(request: Request, regions: Iterable[Region]) -> str:

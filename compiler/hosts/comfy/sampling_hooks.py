@@ -84,7 +84,7 @@ def add_speed_trial(target: PatchedNetwork, chosen: CompilePlan, built: Unattach
     wrapper.speed_trial = known.setdefault(_same_graphs(target, chosen), trial)
 
 
-def times_itself(device: torch.device) -> bool:
+def has_gpu_events(device: torch.device) -> bool:
     """Whether a device says what its work takes. A CPU's work takes longer whenever others use it."""
     return device.type == "cuda"
 
@@ -105,7 +105,7 @@ def replay_steps(target: PatchedNetwork, chosen: CompilePlan, built: UnattachedM
     if not type(network).__module__.startswith("comfy.") or any(map(is_torch_compiled, network.modules())):
         return
     wrapper.step_replay = replay = _step_replay(target, chosen, built)
-    call_around_samplings(target, None, replay.release_memory)
+    call_around_samplings(target, None, replay.end_sampling)
 
 
 def _step_replay(target: PatchedNetwork, chosen: CompilePlan, built: UnattachedModel) -> StepReplay:

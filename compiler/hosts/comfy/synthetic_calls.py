@@ -17,7 +17,7 @@ from torch import nn
 
 from ...common.host import Host
 from ...common.torch_compat import needs_values, pytree
-from ...tracing.answered_values import constant, with_answers
+from ...tracing.answered_values import call_with_answers, constant
 from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import LARGE, ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
@@ -62,7 +62,7 @@ def repeat(weightless: nn.Module, method: str, args: tuple, kwargs: dict[str, An
     ways = [(batch, area), (own[0], area), (batch, own[2:]), (own[0], own[2:])]
     for way in ways:
         try:
-            return with_answers(partial(_call_resized, weightless, method, args, kwargs, sizes, *way))
+            return call_with_answers(partial(_call_resized, weightless, method, args, kwargs, sizes, *way))
         except Exception as error:
             if way is ways[-1] or needs_values(error):
                 raise
@@ -184,7 +184,7 @@ class SamplingCall:
         ways = [sizes, *self._other_ways(sizes)]
         for way in ways:
             try:
-                return with_answers(lambda _, way=way: self._apply(network, way))
+                return call_with_answers(lambda _, way=way: self._apply(network, way))
             except Exception:
                 if way is ways[-1]:
                     raise

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tracing.answered_values import with_answers
+from ...tracing.answered_values import call_with_answers
 from ...tracing.shape_discovery import ModelCall, Sizes
 
 ENCODE = "encode_token_weights"
@@ -67,7 +67,7 @@ def _encode(network: nn.Module, tokens: Tokens, sizes: Sizes, fixed: Mapping[str
     for part in network.modules():
         if hasattr(type(part), "preprocess_embed"):
             part.preprocess_embed = partial(_see, part)
-    with_answers(lambda _: getattr(type(network), ENCODE)(network, resized))
+    call_with_answers(lambda _: getattr(type(network), ENCODE)(network, resized))
 
 
 def _see(part: nn.Module, embed: Any, device: torch.device) -> tuple[torch.Tensor, _Seen]:

@@ -193,7 +193,7 @@ def test_a_hanging_compiler_is_ended_with_its_process(variant, monkeypatch, limi
     monkeypatch.setenv("COMPILED_GRAPHS_COMPILE_LIMIT", limit)
     with pytest.raises(CompileTimeout, match=f"more than {float(limit):g} s"):
         workers.compile(variant, "eager")
-    assert not workers.are_warm
+    assert not workers.have_processes
     monkeypatch.delenv("COMPILED_GRAPHS_COMPILE_LIMIT")
     assert workers.compile(variant, "eager")
     workers.stop()
@@ -297,9 +297,9 @@ def test_idle_processes_end(variant, monkeypatch):
     workers = Workers(setup, Host(), count=1)
     workers.compile(variant, "eager")
     deadline = time.monotonic() + PATIENCE
-    while workers.are_warm and time.monotonic() < deadline:
+    while workers.have_processes and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not workers.are_warm
+    assert not workers.have_processes
 
 
 def test_worker_imports_nothing_from_its_directory(variant, tmp_path, monkeypatch):
@@ -360,10 +360,10 @@ def test_scarce_gpu_memory_ends_processes_at_once(left_free, variant, monkeypatc
     workers.compile(variant, "eager")
     for free, remains in ((enough, True), (enough - 1, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
-        workers.rest(CPU)
-        assert workers.are_warm
-        workers.rest(torch.device("cuda"))
-        assert workers.are_warm == remains
+        workers.stop_if_memory_is_scarce(CPU)
+        assert workers.have_processes
+        workers.stop_if_memory_is_scarce(torch.device("cuda"))
+        assert workers.have_processes == remains
 
 
 def test_no_more_processes_than_allowed(workers, variant):
@@ -384,10 +384,10 @@ def test_no_more_processes_than_allowed(workers, variant):
 
 def test_few_graphs_start_no_processes(workers):
     cold = Workers(setup, Host(), count=4)
-    assert not cold.pay(4)
-    assert cold.pay(5)
-    assert not Workers(setup, Host(), count=1).pay(100)
-    assert not Workers(setup, Host(), count=0).pay(100)
+    assert not cold.are_worth_starting(4)
+    assert cold.are_worth_starting(5)
+    assert not Workers(setup, Host(), count=1).are_worth_starting(100)
+    assert not Workers(setup, Host(), count=0).are_worth_starting(100)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ class TwoBusyProcesses(Workers):
         self.asked, self.most, self._now = [], 0, 0
         self._both, self._lock = threading.Barrier(2), threading.Lock()
 
-    def pay(self, missing):
+    def are_worth_starting(self, missing):
         return True
 
     def compile(self, variant, backend):

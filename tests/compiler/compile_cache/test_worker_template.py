@@ -247,11 +247,11 @@ def test_the_pool_counts_as_warm_and_can_be_stopped_while_the_template_imports(d
 
     monkeypatch.setattr(Double, "is_ready", is_ready)
     workers = Workers(setup, Host(), count=2)
-    assert not workers.are_warm
+    assert not workers.have_processes
     starting = threading.Thread(target=workers.start, args=("eager", torch.device("cuda")))
     starting.start()
     assert asked.wait(PATIENCE)
-    assert workers.pay(2)
+    assert workers.are_worth_starting(2)
     workers.stop()  # does not wait
     may_go_on.set()
     starting.join(PATIENCE)

@@ -13,7 +13,7 @@ from compiled_graphs.compiler.identity.fingerprint import fingerprint
 from compiled_graphs.compiler.identity.memory_format import has_layouts
 from compiled_graphs.compiler.runtime.channels_last_weights import ChannelsLastWeights
 from compiled_graphs.compiler.runtime.running_call import RunningCall
-from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, StepReplay
+from compiled_graphs.compiler.runtime.step_replay import MIN_STEPS, StepReplay
 from networks import CPU, ConvolutionNetwork, ResidualBlock, compile_network, sizes
 from recorders import repeat
 from torch import nn
@@ -203,7 +203,7 @@ def test_no_replay_on_weights_in_another_layout(network):
             return None
 
         def steps(self, context):
-            return FEWEST_STEPS
+            return MIN_STEPS
 
     recordings = StepReplay(network, Recorded(), CPU, Counters(), repeat)
     arrangement = ChannelsLastWeights(network, CPU)

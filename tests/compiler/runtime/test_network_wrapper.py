@@ -14,7 +14,7 @@ from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.timing import LatencyTracker
 from compiled_graphs.compiler.common.weight_source import ResidentWeights
 from compiled_graphs.compiler.runtime.network_wrapper import (
-    MOST_OVERFLOWS,
+    MAX_OVERFLOWS,
     OVERFLOWED,
     NetworkWrapper,
     VAEWrapper,
@@ -57,7 +57,7 @@ class FakeCompiledModel:
         self.latency = SimpleNamespace(timed=lambda *call, **where: nullcontext())
         self.ended = []
 
-    def follow(self):
+    def refresh(self):
         return self.changed
 
     def schedule_check(self):
@@ -179,10 +179,10 @@ def test_a_vae_that_always_overflows_is_not_run_twice_for_ever(monkeypatch):
     told, draws = [], []
     enter(network, VAEWrapper).on_broken = told.append
     monkeypatch.setattr(torch, "rand", lambda size, rand=torch.rand: draws.append(size) or rand(size))
-    for _ in range(MOST_OVERFLOWS + 2):
+    for _ in range(MAX_OVERFLOWS + 2):
         assert torch.isfinite(network(torch.zeros(1))).all()
-    assert len(told) == MOST_OVERFLOWS
-    assert len(draws) == 2 * MOST_OVERFLOWS + 2
+    assert len(told) == MAX_OVERFLOWS
+    assert len(draws) == 2 * MAX_OVERFLOWS + 2
 
 
 def test_overflow_in_eager_too_is_not_reported():
@@ -262,12 +262,12 @@ class FakeStepReplay:
         self.served += 1
         return call(*args, **kwargs)
 
-    def forget(self):
+    def drop_captures(self):
         self.forgotten += 1
 
-    start_over = forget
+    drop_and_revalidate = drop_captures
 
-    def look(self):
+    def drop_if_changed(self):
         self.looked += 1
 
 

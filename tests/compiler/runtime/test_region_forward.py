@@ -506,10 +506,10 @@ def test_a_change_that_a_missing_graph_had_described_is_followed(registry):
     network.blocks[0].eps = reference.blocks[0].eps = 0.5
     compiled._kinds.describe_again()
     assert compiled._kinds.are_unchanged()
-    assert compiled.follow()
+    assert compiled.refresh()
     x = tokens()
     same(network(x), reference(x))
-    assert not compiled.follow()
+    assert not compiled.refresh()
 
 
 def test_a_changed_block_whose_path_is_gone_runs_eagerly(registry):
@@ -536,14 +536,14 @@ def test_a_setting_of_a_block_whose_path_is_gone_is_followed(registry):
     for each in (blocks[1], reference.blocks[1]):
         each.eps = 0.5
     x = tokens()
-    assert compiled.follow()
+    assert compiled.refresh()
     same(network(x), reference(x))
     assert str(Reason(ReasonCode.MODULE_REPLACED)) in reasons(compiled)
-    assert not compiled.follow()
+    assert not compiled.refresh()
     network.blocks = blocks
     for each in (blocks[1], reference.blocks[1]):
         each.eps = blocks[0].eps
-    assert compiled.follow()
+    assert compiled.refresh()
     before = compiled.counters.eager_calls.total()
     same(network(x), reference(x))
     assert compiled.counters.eager_calls.total() == before

@@ -12,7 +12,7 @@ def count_checks(sampling, calls):
     """Return how many of these calls check the network."""
     seen = 0
     for _ in range(calls):
-        if not sampling.is_known():
+        if not sampling.covers_call():
             seen += 1
             sampling.note()
     return seen
@@ -94,17 +94,17 @@ def test_replayed_steps_count_for_the_canary():
 
 def test_a_network_beside_another_is_checked_once_in_each_of_its_samplings():
     other, beside = Announced(), Beside()
-    assert not beside.is_known()
+    assert not beside.covers_call()
     beside.note()
-    assert not beside.is_known(), "no sampling runs"
+    assert not beside.covers_call(), "no sampling runs"
     for _ in range(2):
         other.begin()
-        assert not beside.is_known()
+        assert not beside.covers_call()
         beside.note()
-        assert beside.is_known()
+        assert beside.covers_call()
         other.end()
-        assert not beside.is_known()
+        assert not beside.covers_call()
     other.begin(checks_each=True)
     beside.note()
-    assert not beside.is_known(), "code runs around the calls"
+    assert not beside.covers_call(), "code runs around the calls"
     other.end()

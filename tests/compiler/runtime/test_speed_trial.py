@@ -10,11 +10,11 @@ from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.common.timing import CallTime, Gain
 from compiled_graphs.compiler.runtime.speed_trial import (
     DOUBTED,
-    ENOUGH_ALONE,
-    ENOUGH_CALLS,
     MARGIN,
-    MOST_ALONE,
-    MOST_SAMPLINGS,
+    MAX_ALONE,
+    MAX_SAMPLINGS,
+    MIN_ALONE,
+    MIN_CALLS,
     SpeedTrial,
 )
 
@@ -22,12 +22,12 @@ SMALL, LARGE = (1, 4, 8, 8), (1, 4, 16, 16)
 SLOWER, FASTER = Gain(0.9, True), Gain(DOUBTED + 0.01, True)
 
 
-def figure(seconds, shape=SMALL, calls=ENOUGH_CALLS):
+def figure(seconds, shape=SMALL, calls=MIN_CALLS):
     return CallTime("forward", shape, seconds, calls)
 
 
 def brought(seconds):
-    return replace(figure(seconds, calls=ENOUGH_ALONE), brings_weights=True)
+    return replace(figure(seconds, calls=MIN_ALONE), brings_weights=True)
 
 
 class Fed:
@@ -64,7 +64,7 @@ def test_a_network_that_is_faster_is_not_doubted():
 
 @pytest.mark.parametrize(
     ("gain", "figures"),
-    [(None, [figure(1.0)]), (SLOWER, []), (SLOWER, [figure(1.0, calls=ENOUGH_CALLS - 1)])],
+    [(None, [figure(1.0)]), (SLOWER, []), (SLOWER, [figure(1.0, calls=MIN_CALLS - 1)])],
     ids=["nothing final", "no calls", "too few calls"],
 )
 def test_there_is_no_doubt_without_figures(gain, figures):
@@ -75,20 +75,20 @@ def test_there_is_no_doubt_without_figures(gain, figures):
 
 def test_a_text_encoder_is_doubted_however_fast_its_blocks_are():
     trial = SpeedTrial.of_encoder()
-    trial.end_sampling(FASTER, [figure(1.0, calls=ENOUGH_ALONE - 1)])
+    trial.end_sampling(FASTER, [figure(1.0, calls=MIN_ALONE - 1)])
     assert not trial.runs_eagerly
-    trial.end_sampling(FASTER, [figure(1.0, calls=ENOUGH_ALONE)])
+    trial.end_sampling(FASTER, [figure(1.0, calls=MIN_ALONE)])
     assert trial.runs_eagerly
-    assert after(trial, figure(0.5, calls=ENOUGH_ALONE)).has_fallen_back
+    assert after(trial, figure(0.5, calls=MIN_ALONE)).has_fallen_back
 
 
 def test_calls_that_belong_to_no_sampling_are_as_many_each_way():
     trial = SpeedTrial.of_calls()
-    trial.end_sampling(SLOWER, [figure(1.0, calls=ENOUGH_CALLS)])
-    for calls in range(1, ENOUGH_CALLS):
+    trial.end_sampling(SLOWER, [figure(1.0, calls=MIN_CALLS)])
+    for calls in range(1, MIN_CALLS):
         assert after(trial, figure(0.5, calls=calls)).runs_eagerly
         assert not trial.has_fallen_back
-    assert after(trial, figure(0.5, calls=ENOUGH_CALLS)).has_fallen_back
+    assert after(trial, figure(0.5, calls=MIN_CALLS)).has_fallen_back
 
 
 def test_blocks_that_seem_slower_are_no_reason_to_leave():
@@ -123,7 +123,7 @@ def test_the_reason_has_the_figure():
 
 
 def test_only_a_size_that_was_called_both_ways_decides():
-    trial = after(doubted(figure(1.0), figure(4.0, LARGE)), figure(0.1, calls=ENOUGH_CALLS - 1), figure(3.6, LARGE))
+    trial = after(doubted(figure(1.0), figure(4.0, LARGE)), figure(0.1, calls=MIN_CALLS - 1), figure(3.6, LARGE))
     assert trial.factor == pytest.approx(0.9)
 
 
@@ -136,7 +136,7 @@ def test_short_samplings_add_up():
 
 def test_a_search_without_end_ends_compiled():
     trial = doubted()
-    for _ in range(MOST_SAMPLINGS):
+    for _ in range(MAX_SAMPLINGS):
         assert trial.runs_eagerly
         after(trial, figure(0.1, LARGE))
     assert (trial.runs_eagerly, trial.has_fallen_back, trial.factor) == (False, False, None)
@@ -146,12 +146,12 @@ def test_a_search_without_end_ends_compiled():
 def test_calls_that_bring_weights_are_compared_with_such_calls_alone():
     """A text encoder brings its weights for the first prompt, and has them for the second: copies take the most."""
     trial = SpeedTrial.of_encoder()
-    trial.end_sampling(FASTER, [brought(0.42), figure(0.02, calls=ENOUGH_ALONE)])
-    after(trial, figure(0.07, calls=ENOUGH_ALONE))
+    trial.end_sampling(FASTER, [brought(0.42), figure(0.02, calls=MIN_ALONE)])
+    after(trial, figure(0.07, calls=MIN_ALONE))
     assert (trial.has_fallen_back, trial.factor) == (False, pytest.approx(3.5))
     trial = SpeedTrial.of_encoder()
     trial.end_sampling(FASTER, [brought(0.42)])
-    for _ in range(MOST_ALONE):
+    for _ in range(MAX_ALONE):
         assert trial.runs_eagerly
-        after(trial, figure(0.07, calls=ENOUGH_ALONE))
+        after(trial, figure(0.07, calls=MIN_ALONE))
     assert (trial.runs_eagerly, trial.has_fallen_back, trial.factor) == (False, False, None)

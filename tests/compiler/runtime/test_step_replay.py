@@ -15,7 +15,7 @@ from compiled_graphs.compiler.compile_cache.graph_cache import CacheEntry
 from compiled_graphs.compiler.runtime import step_replay as module
 from compiled_graphs.compiler.runtime.cuda_graph import can_capture
 from compiled_graphs.compiler.runtime.running_call import RunningCall
-from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, MAX_CAPTURES, StepReplay
+from compiled_graphs.compiler.runtime.step_replay import MAX_CAPTURES, MIN_STEPS, StepReplay
 from compiled_graphs.compiler.runtime.sync_detector import SyncDetector
 from recorders import Repeated
 from torch import nn
@@ -52,7 +52,7 @@ class Options(Host):
         return (context.get("options") or {}).get("reason")
 
     def steps(self, context):
-        return (context.get("options") or {}).get("steps", FEWEST_STEPS)
+        return (context.get("options") or {}).get("steps", MIN_STEPS)
 
 
 def uncounted(call, pool):
@@ -175,7 +175,7 @@ def test_lists_that_a_call_empties_are_full_in_each_recording(network):
             expected = network(item + residuals[0] + residuals[1])
             result = serve(replay, taking, (item,), {"control": {"output": list(residuals)}})
             torch.testing.assert_close(result, expected)
-        replay.forget()  # the second time without a comparison
+        replay.drop_captures()  # the second time without a comparison
     assert replay.counters.replays == 2 + 2
 
 
@@ -185,7 +185,7 @@ def test_each_size_has_a_recording_of_its_own_and_there_is_a_bound(network):
         assert replayed(replay, network, x(batch))
     assert not replayed(replay, network, x(MAX_CAPTURES + 1))
     assert python_calls(replay, network, x(1)) == 0
-    replay.forget()
+    replay.drop_captures()
     assert replayed(replay, network, x(MAX_CAPTURES + 1))
 
 
@@ -284,7 +284,7 @@ class Reads(Host):
         return Reason(ReasonCode.OPTION, *found) if found else None
 
     def steps(self, context):
-        return FEWEST_STEPS
+        return MIN_STEPS
 
 
 def test_options_that_other_code_looks_up_are_seen(network, monkeypatch):
@@ -293,7 +293,7 @@ def test_options_that_other_code_looks_up_are_seen(network, monkeypatch):
         serve(replay, network, (x(),), {"options": {"scale": 2.0}})
     assert replay.counters.replays == 1
     monkeypatch.setattr(Network, "forward", lambda self, x, options=None: self.inner(x) * options["scale"])
-    replay.look()
+    replay.drop_if_changed()
     for _ in range(4):
         serve(replay, network, (x(),), {"options": {"scale": 2.0}})
     assert replay.counters.replays == 1
@@ -400,14 +400,14 @@ def test_a_call_that_cannot_be_recorded_is_made_and_not_tried_again(network):
 def test_once_right_a_kind_of_call_is_not_compared_again(network):
     replay = serving(network)
     assert replayed(replay, network, x())
-    replay.forget()
+    replay.drop_captures()
     assert [python_calls(replay, network, x()) for _ in range(3)] == [1, 1, 0]
 
 
 def test_a_proven_kind_that_cannot_be_recorded_any_more_is_called(network):
     replay = serving(network)
     assert replayed(replay, network, x())
-    replay.forget()
+    replay.drop_captures()
     replay._capture = lambda call, pool: 1 / 0
     assert [python_calls(replay, network, x()) for _ in range(3)] == [1, 1, 1]
 
@@ -429,7 +429,7 @@ def test_forgetting_drops_what_a_recording_holds(network):
     replay = serving(network)
     assert replayed(replay, network, x())
     held = weakref.ref(next(iter(replay._states.values())).inputs[0])
-    replay.forget()
+    replay.drop_captures()
     gc.collect()
     assert held() is None
 
@@ -437,7 +437,7 @@ def test_forgetting_drops_what_a_recording_holds(network):
 def test_they_end_with_a_sampling_whose_memory_others_may_take(network):
     replay = serving(network)
     assert replayed(replay, network, x())
-    replay.release_memory()
+    replay.end_sampling()
     assert python_calls(replay, network, x()) == 1
 
 
@@ -445,7 +445,7 @@ def test_they_end_with_a_sampling_whose_memory_others_may_take(network):
 def lent(monkeypatch):
     """As if memory were lent to replay while they run; the list has an item for each time it was given back."""
     returned = []
-    monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(module, "captures_borrow_memory", lambda device: True)
     monkeypatch.setattr(module, "return_lent_memory", returned.append)
     return returned
 
@@ -453,26 +453,26 @@ def lent(monkeypatch):
 def test_they_outlive_a_sampling_where_their_memory_is_lent(network, lent):
     replay = serving(network)
     assert replayed(replay, network, x())
-    replay.release_memory()
+    replay.end_sampling()
     assert lent == [torch.device("cpu")]
     assert python_calls(replay, network, x()) == 0
     change_weight(network)
-    replay.release_memory()
+    replay.end_sampling()
     assert python_calls(replay, network, x()) == 1
 
 
 def test_few_steps_pay_for_a_recording_only_where_it_outlives_them(network, monkeypatch):
-    few = {"options": {"steps": FEWEST_STEPS - 1}}
+    few = {"options": {"steps": MIN_STEPS - 1}}
     replay = serving(network)
     assert [python_calls(replay, network, x(), **few) for _ in range(4)] == [1, 1, 1, 1]
-    assert replay.reason == Reason(ReasonCode.FEW_STEPS, str(FEWEST_STEPS))
-    monkeypatch.setattr(module, "is_lent_memory", lambda device: True)
+    assert replay.reason == Reason(ReasonCode.FEW_STEPS, str(MIN_STEPS))
+    monkeypatch.setattr(module, "captures_borrow_memory", lambda device: True)
     monkeypatch.setattr(module, "return_lent_memory", lambda device: None)
     replay = serving(network)
     calls = []
     for _ in range(4):  # samplings of a single step
         calls.append(python_calls(replay, network, x(), **few))
-        replay.release_memory()
+        replay.end_sampling()
     assert calls == [1, 2, 0, 0]
 
 
@@ -480,7 +480,7 @@ def test_of_those_that_outlive_a_sampling_the_unused_make_room(network, lent):
     replay = serving(network)
     for batch in range(1, MAX_CAPTURES + 1):
         assert replayed(replay, network, x(batch))
-    replay.release_memory()
+    replay.end_sampling()
     assert python_calls(replay, network, x(1)) == 0
     assert replayed(replay, network, x(MAX_CAPTURES + 1))
     assert python_calls(replay, network, x(1)) == 0
@@ -494,14 +494,14 @@ def test_what_could_not_be_recorded_is_tried_again_in_the_next_sampling(network,
         python_calls(replay, network, x())
     replay._capture = uncounted
     assert not replayed(replay, network, x())
-    replay.release_memory()
+    replay.end_sampling()
     assert replayed(replay, network, x())
 
 
 def test_a_recording_that_finds_no_memory_any_more_is_made_anew(network, lent, monkeypatch):
     replay = serving(network)
     assert replayed(replay, network, x())
-    replay.release_memory()
+    replay.end_sampling()
     (recorded,) = replay._states.values()
 
     def fail():
@@ -533,7 +533,7 @@ def test_another_precision_of_float32_is_another_call(network, lent, monkeypatch
 def test_the_recordings_do_not_keep_the_network(network):
     replay = serving(network)
     assert replayed(replay, network, x())
-    replay.forget()
+    replay.drop_captures()
     CALLS.clear()
     reference = weakref.ref(network)
     del network
@@ -605,7 +605,7 @@ def test_what_python_raises_while_recording_is_survived():
     for _ in range(4):
         torch.testing.assert_close(serve(replay, failing, (item,), {}), network(item).repeat(64, 64))
     assert replay.reason.detail.startswith("ZeroDivisionError")
-    replay.forget()
+    replay.drop_captures()
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
         torch.testing.assert_close(serve(replay, network, (item,), {"time": None}), network(item))
@@ -630,7 +630,7 @@ def test_code_that_waits_for_the_gpu_cannot_be_recorded_and_leaves_nothing_behin
     assert replay.counters.captures == 0
     assert torch.cuda.current_stream() == stream
     assert torch.randn(1 << 20, device=device).std().item() == pytest.approx(1, abs=0.01)
-    replay.forget()
+    replay.drop_captures()
     assert used() <= before + (2 << 20)
     for _ in range(3):
         item = torch.randn(2, 4, device=device)
@@ -658,7 +658,7 @@ def test_random_numbers_go_on_as_they_would_have():
 
 
 @on_gpu
-@pytest.mark.parametrize("end", ["release_memory", "forget"])
+@pytest.mark.parametrize("end", ["end_sampling", "drop_captures"])
 def test_memory_of_recordings_comes_back(end):
     network = Network(GPU)
     device = network.inner.weight.device
@@ -703,6 +703,6 @@ def test_a_change_between_blocks_drops_recordings_before_the_next_sampling(chang
         serve(replay, network, (data,), {})
     assert replay.counters.replays == 1
     change(network)
-    replay.look()
+    replay.drop_if_changed()
     torch.testing.assert_close(serve(replay, network, (data,), {}), network(data))
     assert replay.counters.replays == (1 if dropped else 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.torch_compat import FakeTensorMode, needs_values
 from compiled_graphs.compiler.tracing import answered_values
-from compiled_graphs.compiler.tracing.answered_values import constant, unanswered, with_answers
+from compiled_graphs.compiler.tracing.answered_values import call_with_answers, constant, without_answers
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 
@@ -24,7 +24,7 @@ def asked(call):
         tries.append(is_answered)
         got.append(call())
 
-    with_answers(run)
+    call_with_answers(run)
     return got[0], tries
 
 
@@ -51,7 +51,7 @@ def test_a_call_that_asks_nothing_is_made_once():
 
 def test_blocks_get_no_answer():
     def block():
-        with unanswered():
+        with without_answers():
             return torch.empty(()).item()
 
     with pytest.raises(DataDependentOutputException) as failed:
@@ -77,7 +77,7 @@ def test_an_error_that_is_not_about_values_is_raised_at_once():
         raise KeyError("absent")
 
     with pytest.raises(KeyError):
-        with_answers(call)
+        call_with_answers(call)
     assert tries == [False]
 
 

@@ -227,10 +227,10 @@ class StreamedWeights:
         is_new = self._crowded is None or size < self._crowded
         return not self.kept.is_empty or (self._span is not None and is_new)
 
-    def gives_up(self) -> bool:
-        """After a region has run out of memory: whether the running call cannot be made again with more of it.
+    def give_up_if_no_retry(self) -> bool:
+        """Return whether a region that ran out of memory has no more to get if the call is made again.
 
-        If so, let go of what was begun for later regions, and of the ring.
+        If so, free what was begun for later regions, and the ring.
         """
         if self._can_give_way(self._size):
             return False
@@ -410,7 +410,7 @@ class StreamedSource:
             return self._streamed(tensors)
         except torch.cuda.OutOfMemoryError:
             self.end_bringing()
-            if not self._weights.gives_up():
+            if not self._weights.give_up_if_no_retry():
                 raise
         raise Unsupported(ReasonCode.WEIGHT_MEMORY)
 

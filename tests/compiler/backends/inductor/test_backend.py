@@ -19,7 +19,7 @@ from compiled_graphs.compiler.common.counters import Counters
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.runtime.cuda_graph import capture_within
 from compiled_graphs.compiler.runtime.running_call import RunningCall
-from compiled_graphs.compiler.runtime.step_replay import FEWEST_STEPS, StepReplay
+from compiled_graphs.compiler.runtime.step_replay import MIN_STEPS, StepReplay
 from gpu_graphs import compiled_on_gpu, on_gpu
 from networks import CPU, WIDTH, transformer, weights_of
 from recorders import repeat
@@ -61,7 +61,7 @@ class Repeating(Host):
         return None
 
     def steps(self, context):
-        return FEWEST_STEPS
+        return MIN_STEPS
 
 
 @on_gpu

@@ -7,7 +7,7 @@ import torch
 from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.backends.inductor import InductorBackend, backend
 from compiled_graphs.compiler.backends.inductor.float8 import (
-    FEWEST_ROWS,
+    MIN_ROWS,
     Float8Backend,
     Float8Executable,
     quantize_linears,
@@ -75,7 +75,7 @@ def _no_gradients():
         yield
 
 
-def traced(network, rows=FEWEST_ROWS, dtype=torch.bfloat16):
+def traced(network, rows=MIN_ROWS, dtype=torch.bfloat16):
     """Return a graph of a network in this dtype, traced with this many rows."""
     network = network.to(dtype)
     x = torch.randn(2, rows // 2, WIDTH, dtype=dtype)
@@ -115,7 +115,7 @@ def test_zero_rows_and_rows_of_any_scale_stay_accurate():
         assert relative_error(ours[0, row], theirs[0, row]) < BOUNDS[torch.float8_e4m3fn] / 2
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(FEWEST_ROWS - 2, torch.bfloat16), (FEWEST_ROWS, torch.float32)])
+@pytest.mark.parametrize(("rows", "dtype"), [(MIN_ROWS - 2, torch.bfloat16), (MIN_ROWS, torch.float32)])
 def test_few_rows_and_other_dtypes_are_left_alone(rows, dtype):
     module, _ = traced(Layers(), rows, dtype)
     assert quantize_linears(module) == 0
@@ -137,7 +137,7 @@ class Dequantised(nn.Module):
 @pytest.mark.parametrize(("dtype", "count"), [(torch.int8, 0), (torch.float8_e4m3fn, 1)])
 def test_weights_that_the_graph_dequantises_are_not_rounded_again(dtype, count):
     values = torch.randint(-8, 8, (WIDTH, WIDTH)).to(dtype)
-    x = torch.randn(2, FEWEST_ROWS // 2, WIDTH, dtype=torch.bfloat16)
+    x = torch.randn(2, MIN_ROWS // 2, WIDTH, dtype=torch.bfloat16)
     program = torch.export.export(Dequantised(values), (x,), strict=False)
     assert quantize_linears(program.graph_module) == count
 
@@ -163,7 +163,7 @@ def test_the_precision_sets_the_bound_of_the_check(says_so):
     assert compiled.counters.retired == (not says_so)
 
 
-@pytest.mark.parametrize(("rows", "precision"), [(FEWEST_ROWS, torch.float8_e4m3fn), (FEWEST_ROWS - 2, None)])
+@pytest.mark.parametrize(("rows", "precision"), [(MIN_ROWS, torch.float8_e4m3fn), (MIN_ROWS - 2, None)])
 def test_the_precision_is_saved_with_the_graph(rows, precision, monkeypatch):
     monkeypatch.setattr(InductorBackend, "compile", lambda self, exported: SimpleNamespace(to_bytes=lambda: b"graph"))
     monkeypatch.setattr(InductorBackend, "load", lambda self, data, spec: data)

@@ -6,13 +6,18 @@ from itertools import pairwise
 import pytest
 import torch
 from compiled_graphs.compiler.backends.inductor import Artifact, artifacts, repeated_subgraphs
-from compiled_graphs.compiler.backends.inductor.repeated_subgraphs import FEWEST, RepeatedSpan, folded, tracing_once
+from compiled_graphs.compiler.backends.inductor.repeated_subgraphs import (
+    MIN_REPEATS,
+    RepeatedSpan,
+    folded,
+    tracing_once,
+)
 from compiled_graphs.compiler.common import torch_compat
 from networks import WIDTH, ConvolutionNetwork, TransformerBlock, export, sizes, weights_of
 from torch import nn
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP, invoke_subgraph
 
-DEPTH = FEWEST + 2
+DEPTH = MIN_REPEATS + 2
 
 
 class Tower(nn.Module):
@@ -129,7 +134,7 @@ def test_blocks_that_differ_or_write_are_left_alone(block):
 
 
 def test_few_blocks_and_other_networks_are_left_alone():
-    assert folded(graph_module(Towers(depth=FEWEST - 1))) is None
+    assert folded(graph_module(Towers(depth=MIN_REPEATS - 1))) is None
     assert folded(graph_module(ConvolutionNetwork())) is None
 
 
@@ -219,7 +224,7 @@ def test_a_refused_subgraph_compiles_in_one_piece(monkeypatch):
         return compiling(module)
 
     monkeypatch.setattr(artifacts, "_compiled", without_subgraphs)
-    network = Towers(depth=FEWEST + 1)
+    network = Towers(depth=MIN_REPEATS + 1)
     compiled = Artifact.compile(export(network))
     assert refused
     x = cases(network)[0]

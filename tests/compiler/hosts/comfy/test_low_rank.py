@@ -413,7 +413,7 @@ def test_factors_stay_in_place_for_recorded_steps(flux, registry, monkeypatch):
 def test_recorded_steps_serve_other_loras_of_their_rank(is_streamed, flux, registry, monkeypatch, request):
     monkeypatch.setattr(sampling_hooks, "can_capture", lambda device: True)
     monkeypatch.setattr(sampling_hooks, "capture_within", lambda context: repeat)
-    monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(step_replay, "captures_borrow_memory", lambda device: True)
     monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
     model = flux(FLOAT8, **EXACT)
     reference = dequantised(model)

@@ -208,7 +208,7 @@ def test_a_backend_that_rounds_has_nothing_to_add(chosen, is_told, flux, registr
 
     backends = {"rounding": Rounding(), "auto": EagerBackend()}
     monkeypatch.setattr(install, "choose_backend", lambda name, device, only_loads: (backends[name], ""))
-    monkeypatch.setattr(install, "FEWEST_WEIGHTS", 256)
+    monkeypatch.setattr(install, "MIN_WEIGHTS", 256)
     ours, text = host.compile_model(flux(chosen), host.Request("rounding"))
     assert ("Compiled without rounding: the model" in text) == is_told
     compiled = ours.object_patches["diffusion_model.forward"].compiled

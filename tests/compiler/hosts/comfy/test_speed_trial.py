@@ -12,7 +12,7 @@ from compiled_graphs.compiler.common.timing import CallTime, Timing
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from compiled_graphs.compiler.hosts.comfy import install, sampling_hooks
 from compiled_graphs.compiler.hosts.comfy.synthetic_prompts import ENCODE
-from compiled_graphs.compiler.runtime.speed_trial import ENOUGH_CALLS
+from compiled_graphs.compiler.runtime.speed_trial import MIN_CALLS
 from encoders import TABLE
 from recorders import repeat
 from rows import control_net, hinted
@@ -34,7 +34,7 @@ class Fed:
         return nullcontext()
 
     def figures(self):
-        return [CallTime(self._method, (2, 4, 8, 6), self._seconds, ENOUGH_CALLS)]
+        return [CallTime(self._method, (2, 4, 8, 6), self._seconds, MIN_CALLS)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _timed(monkeypatch, load):
     if not hasattr(load(NAME), "add_callback_with_key"):
         pytest.skip("this ComfyUI does not say when a sampling ends")
     monkeypatch.setattr(install, "choose_backend", lambda name, device, only_loads: (EagerBackend(), ""))
-    monkeypatch.setattr(install, "times_itself", lambda device: True)
+    monkeypatch.setattr(install, "has_gpu_events", lambda device: True)
 
 
 def entrance(model):
@@ -310,4 +310,4 @@ def test_a_streamed_model_is_left_to_the_host(load, sample, registry, request):
 
 def test_a_cpu_says_nothing_for_certain(model, sample, registry, monkeypatch):
     monkeypatch.undo()
-    assert not install.times_itself(torch.device("cpu"))
+    assert not install.has_gpu_events(torch.device("cpu"))

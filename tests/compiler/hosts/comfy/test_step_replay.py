@@ -65,7 +65,7 @@ def test_steps_are_replayed_and_the_image_is_eagers(name, load, sample, registry
 @pytest.fixture
 def own_memory(monkeypatch):
     """As with PyTorch's own allocator, whose recordings end with a sampling."""
-    monkeypatch.setattr(step_replay_module, "is_lent_memory", lambda device: False)
+    monkeypatch.setattr(step_replay_module, "captures_borrow_memory", lambda device: False)
 
 
 def test_recordings_end_with_the_sampling(model, sample, registry, own_memory):
@@ -97,7 +97,7 @@ def test_few_steps_are_not_worth_a_recording_that_ends_with_them(model, sample, 
 
 
 def test_few_steps_are_replayed_where_recordings_outlive_a_sampling(model, sample, registry, monkeypatch):
-    monkeypatch.setattr(step_replay_module, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(step_replay_module, "captures_borrow_memory", lambda device: True)
     if not torch.cuda.is_available():
         monkeypatch.setattr(step_replay_module, "return_lent_memory", lambda device: None)
     ours = compiled(model)

@@ -49,7 +49,7 @@ def captures(monkeypatch):
 @pytest.fixture
 def lent(monkeypatch):
     """Captures outlive their sampling, as with CUDA's asynchronous allocator."""
-    monkeypatch.setattr(step_replay, "is_lent_memory", lambda device: True)
+    monkeypatch.setattr(step_replay, "captures_borrow_memory", lambda device: True)
     monkeypatch.setattr(step_replay, "return_lent_memory", lambda device: None)
 
 
