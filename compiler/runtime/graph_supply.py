@@ -27,9 +27,10 @@ from ..common.words import say
 from ..compile_cache.background_queue import Background
 from ..compile_cache.graph_cache import MAX_SIGNATURES, CacheEntry, CompileIn, GraphCache, Outcome, Requester
 from ..compile_cache.key import environment, request_version
-from ..identity.call_signature import covers
+from ..identity.call_signature import CallSignature, covers
 from ..identity.graph_spec import GraphIdentity
 from ..storage.graph_file import StoredGraph
+from ..tracing.answered_values import Guess
 from ..tracing.graph_request import GraphRequest
 from ..tracing.shape_discovery import ModelCall, discover_requests
 from ..tracing.side_effects import untouched
@@ -187,15 +188,14 @@ class GraphSupply:
         if call is None or any(spec.tells_symbols_of(miss.shapes) for spec in specs):
             return self._provide_branch(kind, miss)
         try:
-            requests = self._look_ahead(call)
+            requests = self._look_ahead_for(kind, signature, call)
         except Exception as error:
             if operator := needs_values(error):
                 return Reason(ReasonCode.DEPENDS_ON_VALUES, operator)
             return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
-        of_kind = [request for request in requests if request.fingerprint == kind.fingerprint]
-        if not any(covers(request.signature.text, signature.text) for request in of_kind):
+        if not _foresees(requests, kind, signature):
             # Repeated without patches, the call did not get here; the sizes of those like it vary in the same way.
-            alike = (request.with_signature(signature) for request in of_kind)
+            alike = (r.with_signature(signature) for r in requests if r.fingerprint == kind.fingerprint)
             requests += [request for request in alike if request]
         for request in requests:
             refused = self._kinds.of(request.fingerprint).refusals
@@ -304,6 +304,22 @@ class GraphSupply:
         record = [name, str(target.device), network, sorted(self._kinds.paths().items()), request_version(target.host)]
         return hashlib.sha256(json.dumps([*record, torch.__version__]).encode()).hexdigest()
 
+    def _look_ahead_for(self, kind: RegionKind, signature: CallSignature, call: ModelCall) -> list[GraphRequest]:
+        """Look ahead with a running call, and once more if its code asked for a value and this call is not foreseen."""
+        guess, requests, failed = Guess(call, False), [], None
+        try:
+            requests = self._look_ahead(guess)
+        except Exception as error:
+            failed = error
+        if guess.was_asked and not _foresees(requests, kind, signature):
+            try:
+                return [*requests, *self._look_ahead(Guess(call, True))]
+            except Exception as error:  # the other answer may not suit the sizes
+                log.debug("%s is not foreseen with the other answer: %s", kind.cls.__name__, error)
+        if failed is not None:
+            raise failed
+        return requests
+
     def _look_ahead(self, call: ModelCall) -> list[GraphRequest]:
         """Return what a call wants. The person's random numbers stay where they are, if the person waits."""
         device = self._kinds.target.device
@@ -409,3 +425,9 @@ def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
             values = {"theirs": theirs.get(name, "none"), "ours": ours.get(name, "none")}
             return say("{name} {theirs}, and this is {ours}", name=name, **values)
     return ""
+
+
+def _foresees(requests: Iterable[GraphRequest], kind: RegionKind, signature: CallSignature) -> bool:
+    """Whether a look ahead met calls of a region like this one."""
+    of_kind = (request for request in requests if request.fingerprint == kind.fingerprint)
+    return any(covers(request.signature.text, signature.text) for request in of_kind)

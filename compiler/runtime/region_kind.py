@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,8 +106,8 @@ class RegionKind:
     """By signature text: why there is no graph, or no other than there are."""
     plans: dict[Any, Plan | Refusal] = field(default_factory=dict)
     """By argument shapes."""
-    sizes: dict[Place, Dimension | None] = field(default_factory=dict)
-    """Where calls have ints that are sizes for some graph."""
+    size_places: list[dict[Place, Dimension | None]] = field(default_factory=list)
+    """Where calls have ints that are sizes, by the signatures seen so far."""
     window_sizes: WindowSizes = field(default_factory=dict)
     """How many entries of its list of frames the block uses: under its own fingerprint, once that is known."""
     closed: Reason | None = None
@@ -133,15 +134,26 @@ class RegionKind:
         """Use a graph for calls of this signature from now on."""
         others = (other for other in self.graphs.get(signature_text, ()) if not other.is_evicted and other is not entry)
         self.graphs[signature_text] = [*others, entry]
-        self.sizes |= places_of_sizes(signature_text)
+        self._note_sizes(signature_text)
         self.refusals.pop(signature_text, None)
         self.plans.clear()
 
     def mark_eager(self, signature_text: str, reason: Reason) -> None:
         """Run calls of this signature eagerly from now on, but for sizes that a graph serves."""
         self.refusals[signature_text] = reason
-        self.sizes |= places_of_sizes(signature_text)
+        self._note_sizes(signature_text)
         self.plans.clear()
+
+    def _note_sizes(self, signature_text: str) -> None:
+        places = places_of_sizes(signature_text)
+        if places and places not in self.size_places:
+            self.size_places.append(places)
+
+    def _readings(self) -> list[dict[Place, Dimension | None]]:
+        """Return where a call may have ints that are sizes: where calls of one graph do, or those of any."""
+        if len(self.size_places) < 2:
+            return self.size_places
+        return [*self.size_places, dict(chain.from_iterable(places.items() for places in self.size_places))]
 
     def evict(self, keys: Set[str]) -> None:
         """Forget graphs; calls that want them ask for them again. Not while a call runs."""
@@ -198,10 +210,14 @@ class RegionKind:
     def _read(self, call: Call, patch_points: str) -> tuple[CallSignature, list[torch.Tensor]]:
         """Return a call's signature and tensors; with ints as sizes, if such calls are settled, patched or not."""
         plain = read(call, patch_points=patch_points)
-        if not self.sizes or plain[0].text in self.graphs:
+        if plain[0].text in self.graphs:
             return plain
-        sized = read(call, patch_points=patch_points, sizes=self.sizes)
-        return sized if any(map(self._is_known, {sized[0].text, sized[0].unpatched})) else plain
+        readings = [read(call, patch_points=patch_points, sizes=places) for places in self._readings()]
+        for known in (self.graphs, self.refusals):
+            for sized in readings:
+                if sized[0].text in known or sized[0].unpatched in known:
+                    return sized
+        return plain
 
     def has_room(self, signature_text: str) -> bool:
         """Whether calls of a signature may have a graph of their own."""
@@ -224,7 +240,8 @@ class RegionKind:
 
     def is_settled(self, signature_text: str) -> bool:
         """Whether calls of a signature have a graph, or a reason to have none."""
-        return self._is_known(signature_text) or self._is_known(with_sizes(signature_text, self.sizes))
+        readings = [signature_text, *(with_sizes(signature_text, places) for places in self._readings())]
+        return any(map(self._is_known, readings))
 
     def _is_known(self, signature_text: str) -> bool:
         return signature_text in self.graphs or signature_text in self.refusals

@@ -50,9 +50,34 @@ def call_with_answers(call: Callable[[bool], None]) -> None:
         raise asked from None
 
 
+class Guess:
+    """A call ahead in which each boolean that code asks for is the same, such as whether a mask varies within a frame.
+
+    `was_asked` says whether another guess may foresee other calls.
+    """
+
+    def __init__(self, call: Callable[..., None], answer: bool) -> None:
+        self._call, self._answer = call, answer
+        self.was_asked = False
+        self.classes = getattr(call, "classes", ())
+
+    def __call__(self, *args: Any) -> None:
+        outer = getattr(_thread, "guess", None)
+        _thread.guess = self
+        try:
+            self._call(*args)
+        finally:
+            _thread.guess = outer
+
+    def ask(self) -> bool:
+        """Return the answer."""
+        self.was_asked = True
+        return self._answer
+
+
 class AnsweredValues(TorchDispatchMode):
     """Answers for a fake tensor that does not know its value: False, 1 or 0.0 by its dtype; of `bincount` the fewest
-    counts. A mask that chooses values chooses all of them, and counts as many.
+    counts. A mask counts as all True where it chooses values. A `Guess` decides what a boolean is.
     """
 
     def __init__(self) -> None:
@@ -85,7 +110,8 @@ def constant(tensor: torch.Tensor) -> torch.Tensor:
 
 def _value(tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype is torch.bool:
-        return False
+        guess = getattr(_thread, "guess", None)
+        return guess.ask() if guess else False
     return 0.0 if tensor.dtype.is_floating_point else getattr(tensor, "chosen", 1)
 
 

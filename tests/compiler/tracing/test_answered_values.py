@@ -6,7 +6,7 @@ import pytest
 import torch
 from compiled_graphs.compiler.common.torch_compat import FakeTensorMode, needs_values
 from compiled_graphs.compiler.tracing import answered_values
-from compiled_graphs.compiler.tracing.answered_values import call_with_answers, constant, without_answers
+from compiled_graphs.compiler.tracing.answered_values import Guess, call_with_answers, constant, without_answers
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 
@@ -43,6 +43,22 @@ def asked(call):
 )
 def test_what_a_network_asks_is_answered(ask, answer):
     assert asked(ask) == (answer, [False, True])
+
+
+@pytest.mark.parametrize("answer", [False, True])
+def test_a_guess_decides_what_a_boolean_is(answer):
+    guess = Guess(lambda: found.append(asked(lambda: bool(torch.empty(3).min() != torch.empty(3).max()))), answer)
+    found = []
+    guess()
+    assert found == [(answer, [False, True])]
+    assert guess.was_asked
+
+
+def test_a_guess_tells_whether_it_mattered():
+    guess = Guess(lambda: asked(lambda: torch.empty(3, dtype=torch.long).sum().item()), True)
+    guess()
+    assert not guess.was_asked
+    assert asked(lambda: bool(torch.empty(3).min() != torch.empty(3).max()))[0] is False, "later calls have no guess"
 
 
 def test_a_call_that_asks_nothing_is_made_once():

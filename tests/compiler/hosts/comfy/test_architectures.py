@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import comfy.supported_models
 import pytest
 import torch
-from architectures import ELSEWHERE, TABLE, At
+from architectures import ELSEWHERE, TABLE, At, after_first_frame
 from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.hosts.comfy import compile as host
 from plain_process import PlainProcess
@@ -51,6 +52,37 @@ def test_architecture(architecture, registry, plain_process):
     assert counters.calls > 0
     assert round(100 * (1 - uncompiled / counters.calls)) == architecture.share
     assert {reason.code for reason in counters.eager_calls} == set(architecture.reasons)
+
+
+def right_half(at):
+    """The part of each frame that is painted anew."""
+    return (torch.arange(at.width) >= at.width // 2).float().expand(1, 1, at.frames, at.height, at.width)
+
+
+def first_frame_and_half(at):
+    return after_first_frame(at) * right_half(at)
+
+
+@pytest.mark.parametrize("name", ["LTX-2", "LTX-Video"])
+@pytest.mark.parametrize("begins_with", [None, right_half, after_first_frame])
+def test_masks_come_and_go_in_one_model(name, begins_with, registry):
+    """The network looks at a mask's values, and calls its blocks in another way for each kind of mask."""
+    architecture = next(row for row in TABLE if row.name == name)
+    if not hasattr(comfy.supported_models, architecture.cls):
+        pytest.skip(f"this ComfyUI has no {architecture.cls}")
+    plain, fast = architecture.patcher(), host.compile_model(architecture.patcher(), host.Request("eager"))[0]
+
+    def check(mask, at):
+        row = replace(architecture, mask=mask)
+        assert _error(row.sample(fast, at), row.sample(plain, at)) < BOUND
+
+    for mask in (begins_with, None, right_half, after_first_frame):
+        check(mask, FIRST)
+    with totals.expect(compiles=0, retired=0):
+        for at in (OTHER, FIRST):
+            for mask in (after_first_frame, None, first_frame_and_half, right_half):
+                check(mask, at)
+    assert host.compiled_model(fast).counters.eager_calls == {}
 
 
 def test_every_class_has_a_row_or_a_reason_to_have_none():
