@@ -28,6 +28,11 @@ LISTED = frozenset(
         # The halves of a VAE. One graph frees each feature map after its last use; separate blocks would pass copies.
         "comfy.ldm.modules.diffusionmodules.model.Decoder",
         "comfy.ldm.modules.diffusionmodules.model.Encoder",
+        # What such a half consists of, if it cuts a video into chunks in a loop of its own: HunyuanVideo's.
+        "comfy.ldm.modules.diffusionmodules.model.AttnBlock",
+        "comfy.ldm.modules.diffusionmodules.model.Downsample",
+        "comfy.ldm.modules.diffusionmodules.model.ResnetBlock",
+        "comfy.ldm.modules.diffusionmodules.model.Upsample",
         # TAESD stacks these in a Sequential.
         "comfy.taesd.taesd.Block",
         # The video VAEs of Wan, which stack these in Sequentials. Between them frames are cut into smaller chunks.
@@ -85,7 +90,7 @@ def is_torch_compiled(module: nn.Module) -> bool:
 def _walk(module: nn.Module, path: str, repeated: bool) -> Iterator[Region]:
     if is_torch_compiled(module):
         return
-    if repeated or _is_listed(module):
+    if (repeated or _is_listed(module)) and not _loops_over_chunks(module):
         yield Region(path, module)
         return
     region_classes = _repeated_blocks(module)
@@ -105,6 +110,11 @@ def _is_block(module: nn.Module) -> bool:
     """Whether a module can be a region: a container has no forward to compile, and a leaf has nothing to fuse."""
     forward = getattr(type(module), "forward", nn.Module.forward)  # classes of TorchScript have none
     return forward is not nn.Module.forward and any(True for _ in module.children())
+
+
+def _loops_over_chunks(module: nn.Module) -> bool:
+    """Whether a half of a VAE has a loop over chunks of a video: as one graph it would serve one number of frames."""
+    return getattr(module, "carried", False) is True
 
 
 def _is_listed(module: nn.Module) -> bool:

@@ -152,7 +152,7 @@ class GraphRequest:
 
 
 MAX_PADDING = 9
-"""A map whose side differs from the chunk's by fewer rows is padded; otherwise it is several times as large."""
+"""A map whose side is that of the chunk, or some times as long, and fewer rows besides is padded."""
 _CHUNKS = ((40, 56), (72, 104))
 """Height and width by which chunks of videos are traced. They divide by 8."""
 
@@ -188,7 +188,10 @@ def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: 
         return {}
     if own == 1:  # one value for the whole map, such as a step of noise
         return {}
-    if own and own % other and other % own and abs(own - other) < MAX_PADDING:
+    times, padding = divmod(own, other)
+    if times and 0 < padding < MAX_PADDING:
+        return {axis: times * side + padding}
+    if 0 < own < other < own + MAX_PADDING and other % own:
         return {axis: side + own - other}
     size, rest = divmod(side * own, other)
     return {axis: size} if size > 1 and not rest else {}

@@ -240,6 +240,39 @@ def test_chunks_of_a_video_are_compiled_ahead_at_every_length_and_size(name, loa
     assert reasons(registry) == {}
 
 
+def chunks_carry_frames():
+    from comfy.ldm.modules.diffusionmodules import model
+
+    return hasattr(model, "conv_carry_causal_3d")
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video_15"])
+def test_frames_that_chunks_hand_on_are_compiled_ahead_at_every_length_and_size(name, load_vae, registry):
+    if not chunks_carry_frames():
+        pytest.skip("this ComfyUI decodes a video as a whole")
+    vae = load_vae(name)
+    compiled, text = compile_eager(vae)
+    assert "normal speed" not in text
+    with totals.expect(compiles=0, retired=0):
+        for frames, height, width in [(5, 4, 6), (9, 4, 4), (1, 4, 4), (2, 6, 4), (3, 3, 5), (12, 4, 6), (17, 4, 4)]:
+            samples = latent(vae, 1, height, width, (frames,))
+            assert_same(decode(compiled, samples), decode(vae, samples))
+    assert reasons(registry) == {}
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video_15"])
+def test_frames_that_chunks_hand_on_are_encoded_by_the_same_graphs(name, load_vae, registry):
+    if not chunks_carry_frames():
+        pytest.skip("this ComfyUI encodes a video as a whole")
+    vae = load_vae(name)
+    compiled, _ = compile_eager(vae, encode=True)
+    with totals.expect(compiles=0, retired=0):
+        for frames, height, width in [(17, 64, 96), (1, 64, 64), (5, 64, 64), (9, 96, 64), (33, 64, 64)]:
+            video = pixels(frames, height, width)
+            assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
 @pytest.mark.parametrize("name", WANS)
 def test_chunks_of_a_video_are_encoded_as_eager_does(name, load_vae, warm_chunks):
     vae, registry = load_vae(name), warm_chunks(name)
