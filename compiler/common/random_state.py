@@ -56,6 +56,19 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
                 torch.cuda.set_rng_state(on_gpu, device)
 
 
+def saved_random_numbers(device: torch.device) -> Callable[[], None]:
+    """Return what sets the generators of Python, numpy and torch back to what they are now, on a device and the CPU."""
+    restore_shared = _saved()
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        restore_shared()
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+    return restore
+
+
 def _saved() -> Callable[[], None]:
     """Return what restores the generators of Python, numpy and torch's CPU to what they are now."""
     python, on_cpu = random.getstate(), torch.get_rng_state()

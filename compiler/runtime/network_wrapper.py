@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..common.random_state import saved_random_numbers
 from ..common.reason import Reason, ReasonCode
 from ..common.timing import LatencyTracker, call_size
 from ..common.torch_compat import pytree
@@ -272,13 +273,13 @@ class VAEWrapper(NetworkWrapper):
         if self._overflows[dtype] >= MAX_OVERFLOWS:
             with eagerly(OVERFLOWED):
                 return super()._enter(*args, **kwargs)
-        drawn = _random_state(device)
+        draw_again = saved_random_numbers(device)
         result = super()._enter(*args, **kwargs)
         if _is_finite(result):
             self._overflows[dtype] = 0
             return result
         self._overflows[dtype] += 1
-        _restore_random_state(device, drawn)  # an encoder may sample, and must then draw the same numbers again
+        draw_again()  # an encoder may sample
         with eagerly(OVERFLOWED):
             again = super()._enter(*args, **kwargs)
         if _is_finite(again):
@@ -311,13 +312,3 @@ def _is_finite(result: Any) -> bool:
 
 def _has_finite_extremes(tensor: torch.Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
-
-
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _restore_random_state(device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)

@@ -7,10 +7,9 @@ what the trace says about valid calls, so that any other call is refused rather 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -43,7 +42,7 @@ from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSp
 from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import dense_stride, has_layouts, input_format, laid_out, stride_in
 from .decompositions import ForGPUs, LiteralTensors
-from .frame_windows import AnyTracedWindow, frame_writes, traced_window
+from .frame_windows import frame_writes, traced_window
 from .graph_request import GraphRequest
 from .low_rank import trace_branches
 from .weightless_copy import weightless_copy
@@ -96,41 +95,76 @@ class _Weights:
                 group[name] = self._host.with_inner_tensors(before, [next(supply) for _ in inner.tensors])
 
 
+class _Contexts:
+    """Makes the arguments that a host fills in for each run of a region's code, and remembers what the code read."""
+
+    def __init__(self, request: GraphRequest, host: Host) -> None:
+        self._signature, self._host = request.signature, host
+        self._strings = string_constants_of(request.module, host)
+        self._options: list[TracedOptions] = []
+        """By run. The last run is the exported one."""
+
+    def make(self) -> dict[str, Any]:
+        """Return the arguments of another run."""
+        made = {
+            name: self._host.placeholder_for(name, self._strings, self._signature.patch_points)
+            for name in self._signature.context
+        }
+        self._options.extend(value for value in made.values() if isinstance(value, TracedOptions))
+        return made
+
+    def described(self, spec: GraphSpec) -> GraphSpec:
+        """Return a contract that says which options the code asked for in vain, and which it left behind."""
+        if not self._options:
+            return spec
+        reads = tuple(sorted(set().union(*(options.reads for options in self._options))))
+        return replace(spec, reads=reads, writes=encode_writes(self._options[-1].writes(), _size))
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A region's code, and what it runs with."""
+
+    region: nn.Module
+    """A copy without weights."""
+    weights: _Weights
+    signature: CallSignature
+    contexts: _Contexts
+    host: Host
+    functions: Functions
+    has_maps: bool
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Return a context in which the code calls operators that a graph can have."""
+        with self.functions(self.has_maps), LiteralTensors(), self.host.traced_functions():
+            yield
+
+
 class _PureRegion(nn.Module):
     """The region as f(weights, inputs). It is not registered as a submodule, so that no tensor becomes a constant."""
 
-    def __init__(
-        self,
-        region: nn.Module,
-        put_weights: Callable[[Sequence[torch.Tensor]], None],
-        signature: CallSignature,
-        context: Callable[[], dict[str, Any]],
-        functions: Callable[[], AbstractContextManager[Any]],
-        operator_for: Callable[[str], Callable],
-        has_maps: bool,
-        window_of: Callable[[Mapping[str, Any]], AnyTracedWindow | None],
-    ) -> None:
+    def __init__(self, traced: _Traced) -> None:
         super().__init__()
-        hidden = region, put_weights, signature, context, functions, operator_for, has_maps, window_of
-        object.__setattr__(self, "hidden", hidden)
+        object.__setattr__(self, "traced", traced)
         object.__setattr__(self, "frames", "")  # what the latest run has left in its frame cache
 
     def forward(self, weights: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        region, put_weights, signature, make_context, functions, operator_for, has_maps, window_of = self.hidden
-        context = make_context()
-        put_weights(weights)
-        arguments = signature.fill(inputs)
-        window = window_of(arguments)
-        with functions():
+        traced = self.traced
+        context = traced.contexts.make()
+        traced.weights.put(weights)
+        arguments = traced.signature.fill(inputs)
+        window = traced_window(traced.region, traced.host, arguments)
+        with traced.surroundings():
             given = arguments | window.arguments if window else arguments
-            result = call_forward(region, given, context, operator_for)
-        if not signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
+            result = call_forward(traced.region, given, context, traced.host.operator_for)
+        if not traced.signature.has_unchanged_arguments(arguments, inputs):  # a graph would write to its own lists
             raise Unsupported(ReasonCode.WRITES_ARGUMENT)
         if window:
             writes, kept = frame_writes(window, result)
             object.__setattr__(self, "frames", writes.to_text())
         # Some blocks make their map contiguous at the end, which the next block would have to undo.
-        result = pytree.tree_map_only(torch.Tensor, laid_out, result) if has_maps else result
+        result = pytree.tree_map_only(torch.Tensor, laid_out, result) if traced.has_maps else result
         return (result, kept) if window else result
 
 
@@ -161,65 +195,64 @@ def _exported_with_fallback(request: GraphRequest, host: Host) -> ExportedRegion
 def _exported(request: GraphRequest, host: Host, functions: Functions) -> ExportedRegion:
     if constants := tensor_attributes(request.module, host):
         raise Unsupported(ReasonCode.STRAY_TENSOR, constants[0])
-    string_constants = string_constants_of(request.module, host)
+    formats = [input_format(request.module, shape, request.device) for shape in request.hints]
+    has_maps = any(fmt != "contiguous" for fmt in formats)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        is_arranged = host.uses_channels_last(request.module) and request.device.type in host.channels_last_on
-        weightless = weightless_copy(request.module, host, lambda t: _empty_like(t, request.device, is_arranged))
-        host.prepare_for_tracing(weightless)
-        trace_branches(weightless, set(chain.from_iterable(request.hints)))
-        held = _Weights(weightless, host)
-        weights = held.tensors
-        formats = [input_format(request.module, shape, request.device) for shape in request.hints]
-        inputs = [
-            torch.empty(shape, dtype=dtype, device=request.device, memory_format=MEMORY_FORMATS[fmt])
-            for shape, dtype, fmt in zip(request.hints, request.dtypes, formats, strict=True)
-        ]
-
-    traced: list[TracedOptions] = []  # one for each run of the code; the last run is the exported one
-
-    def context() -> dict[str, Any]:
-        made = {
-            name: host.placeholder_for(name, string_constants, request.signature.patch_points)
-            for name in request.signature.context
-        }
-        traced.extend(value for value in made.values() if isinstance(value, TracedOptions))
-        return made
-
-    has_maps = any(fmt != "contiguous" for fmt in formats)
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        with functions(has_maps), LiteralTensors(), host.traced_functions():
-            yield
-
-    window_of, cells = partial(traced_window, weightless, host), len(Cells.of(weightless, host))
-    pure = _PureRegion(weightless, held.put, request.signature, context, around, host.operator_for, has_maps, window_of)
-    auto = torch.export.Dim.AUTO
-    rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
-    ranks = [{0: rank} if is_factor(name) else None for name in held.names]
-    symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
+        region = _weightless_region(request, host)
+        weights, inputs = _Weights(region, host), _example_inputs(request, formats)
+    contexts = _Contexts(request, host)
+    pure = _PureRegion(_Traced(region, weights, request.signature, contexts, host, functions, has_maps))
+    cells = len(Cells.of(region, host))
     # Torch would guard the strides of the example. Chunks of two and of three frames would then need their own graphs.
     strides = undecided_strides() if request.signature.is_chunk else nullcontext()
     with torch.no_grad(), strides:
-        mutated = _mutated_inputs(mode, pure, weights, inputs)
-        program = torch.export.export(pure, (weights, inputs), dynamic_shapes=(ranks, symbols), strict=False)
-    if len(Cells.of(weightless, host)) != cells:  # the code makes them when it first runs
+        mutated = _mutated_inputs(mode, pure, weights.tensors, inputs)
+        sizes = _dynamic_shapes(request, weights.names)
+        program = torch.export.export(pure, (weights.tensors, inputs), dynamic_shapes=sizes, strict=False)
+    if len(Cells.of(region, host)) != cells:  # the code makes them when it first runs
         raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+    _refuse_side_effects(program)
+    guards = len(guard_expressions(_values_of_inputs(program, weights.names)))
+
+    def describe() -> GraphSpec:
+        spec = _spec(request, program, weights.names, formats, mutated, guards)
+        return contexts.described(replace(spec, frames=pure.frames))
+
+    return ExportedRegion(program, describe(), describe)
+
+
+def _weightless_region(request: GraphRequest, host: Host) -> nn.Module:
+    """Return a copy of the region with fake weights, on the request's device and in the layout of its graph."""
+    is_arranged = host.uses_channels_last(request.module) and request.device.type in host.channels_last_on
+    region = weightless_copy(request.module, host, lambda tensor: _empty_like(tensor, request.device, is_arranged))
+    host.prepare_for_tracing(region)
+    trace_branches(region, set(chain.from_iterable(request.hints)))
+    return region
+
+
+def _example_inputs(request: GraphRequest, formats: Sequence[str]) -> list[torch.Tensor]:
+    return [
+        torch.empty(shape, dtype=dtype, device=request.device, memory_format=MEMORY_FORMATS[fmt])
+        for shape, dtype, fmt in zip(request.hints, request.dtypes, formats, strict=True)
+    ]
+
+
+def _dynamic_shapes(request: GraphRequest, weight_names: Sequence[str]) -> tuple[list, list]:
+    """Return which sizes of weights and of inputs are symbols, as `torch.export.export` wants it."""
+    auto = torch.export.Dim.AUTO
+    rank = torch.export.Dim(RANK, min=2)  # one for all factors, so that equal blocks within a region have equal graphs
+    ranks = [{0: rank} if is_factor(name) else None for name in weight_names]
+    symbols = [{i: auto for i, is_symbol in enumerate(row) if is_symbol} or None for row in request.symbolic]
+    return ranks, symbols
+
+
+def _refuse_side_effects(program: torch.export.ExportedProgram) -> None:
+    """Raise Unsupported for a graph that does more than give a result of its inputs."""
     if _draws_random_numbers(program):
         raise Unsupported(ReasonCode.RANDOM)
     if collective := _collective(program):
         raise Unsupported(ReasonCode.COMMUNICATES, collective)
-    guards = len(guard_expressions(_values_of_inputs(program, held.names)))
-
-    def describe() -> GraphSpec:
-        spec = replace(_spec(request, program, held.names, formats, mutated, guards), frames=pure.frames)
-        if not traced:
-            return spec
-        reads = tuple(sorted(set().union(*(options.reads for options in traced))))
-        return replace(spec, reads=reads, writes=encode_writes(traced[-1].writes(), _size))
-
-    return ExportedRegion(program, describe(), describe)
 
 
 def _collective(program: torch.export.ExportedProgram) -> str:

@@ -90,48 +90,78 @@ def _call_resized(
     area: tuple[int, ...],
     keeps_values: bool,
 ) -> None:
-    """Call a network with empty tensors in place of a call's own, and without patches.
-
-    `keeps_values` lets tensors of one value keep it, such as a step's.
-    """
+    """Call a network with empty tensors in place of a call's own, and without patches."""
     kwargs = {name: _options() if name == OPTIONS else v for name, v in kwargs.items() if name != "control"}
-    latent, *others = _latents(args, kwargs)
-    sounds = {tensor.shape[2:] for tensor in others}
-    steps = {latent.shape[2]: area[0]} if latent.ndim == 5 and latent.shape[2] > 1 else {}
-    steps |= {math.prod(latent.shape[2:]): math.prod(area)} | {max(sides): sizes.sound for sides in sounds if sides}
-    context = kwargs.get("context")
-    tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
-
-    def resize(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        if shape and shape[0] == latent.shape[0]:
-            shape[0] = batch
-        if tensor.ndim in (2, 3) and shape[1] == tokens:
-            shape[1] = sizes.tokens
-        elif _is_picture(tensor, latent):
-            shape[2:] = map(_side, area, shape[2:], latent.shape[2:])
-        elif tensor.shape[2:] in sounds and area != latent.shape[2:]:
-            shape[2 + _longest(shape[2:])] = sizes.sound
-        elif tensor.ndim in (2, 3) and area != latent.shape[2:]:  # a step for each place or frame
-            shape[1] = steps.get(shape[1], shape[1])
-        elif tensor.ndim > 3:  # the text in several layers of an encoder, the sound of each frame
-            others = {tokens: sizes.tokens} | ({latent.shape[2]: area[0]} if latent.ndim == 5 else {})
-            shape[1:] = [others.get(side, side) for side in shape[1:]]
-        if keeps_values and tensor.numel() == 1 and tensor.shape == tuple(shape):
-            return constant(tensor)
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-
-    if tokens is not None and kwargs.get(TOKENS):  # as many as there are, or without padding
-        kwargs[TOKENS] = sizes.tokens if kwargs[TOKENS] == tokens else sizes.tokens // 2
-    given = kwargs
-    args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (args, kwargs))
+    resizing = _Resizing.of(args, kwargs, sizes, batch, area, keeps_values)
+    if resizing.tokens is not None and kwargs.get(TOKENS):  # as many as there are, or without padding
+        kwargs[TOKENS] = sizes.tokens if kwargs[TOKENS] == resizing.tokens else sizes.tokens // 2
+    given, own = kwargs, resizing.latent.shape[2:]
+    args, kwargs = pytree.tree_map_only(torch.Tensor, resizing, (args, kwargs))
     if given.get(GUIDES):
-        places = _guide_places(given[GUIDE_PLACES], batch, latent.shape[2:], area)
-        kwargs |= {GUIDE_PLACES: places, GUIDES: [_guide(each, latent.shape[2:], area) for each in kwargs[GUIDES]]}
+        places = _guide_places(given[GUIDE_PLACES], batch, own, area)
+        kwargs |= {GUIDE_PLACES: places, GUIDES: [_guide(each, own, area) for each in kwargs[GUIDES]]}
     if method == "forward":
         weightless(*args, **kwargs)  # with hooks, unlike the method
     else:
         getattr(type(weightless), method)(weightless, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Resizing:
+    """Gives each tensor of a call the form that it has at other sizes. It is told by its form what it is."""
+
+    latent: torch.Tensor
+    sounds: frozenset[torch.Size]
+    """The shapes of other latents, without batch and channels."""
+    tokens: int | None
+    """How many the text has."""
+    sizes: Sizes
+    batch: int
+    area: tuple[int, ...]
+    """What the latent's frames, height and width become."""
+    keeps_values: bool
+    """Whether tensors of one value keep it, such as a step's."""
+
+    @classmethod
+    def of(
+        cls, args: tuple, kwargs: Mapping[str, Any], sizes: Sizes, batch: int, area: tuple[int, ...], keeps_values: bool
+    ) -> _Resizing:
+        latent, *others = _latents(args, kwargs)
+        context = kwargs.get("context")
+        tokens = context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else None
+        sounds = frozenset(tensor.shape[2:] for tensor in others)
+        return cls(latent, sounds, tokens, sizes, batch, area, keeps_values)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor in place of one of the call."""
+        shape = self._shape(tensor)
+        if self.keeps_values and tensor.numel() == 1 and tensor.shape == tuple(shape):
+            return constant(tensor)
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    def _shape(self, tensor: torch.Tensor) -> list[int]:
+        shape, own = list(tensor.shape), self.latent.shape
+        if shape and shape[0] == own[0]:
+            shape[0] = self.batch
+        if tensor.ndim in (2, 3) and shape[1] == self.tokens:
+            shape[1] = self.sizes.tokens
+        elif _is_picture(tensor, self.latent):
+            shape[2:] = map(_side, self.area, shape[2:], own[2:])
+        elif tensor.shape[2:] in self.sounds and self.area != own[2:]:
+            shape[2 + _longest(shape[2:])] = self.sizes.sound
+        elif tensor.ndim in (2, 3) and self.area != own[2:]:
+            shape[1] = self._steps().get(shape[1], shape[1])
+        elif tensor.ndim > 3:  # the text in several layers of an encoder, the sound of each frame
+            counts = {self.tokens: self.sizes.tokens} | ({own[2]: self.area[0]} if len(own) == 5 else {})
+            shape[1:] = [counts.get(side, side) for side in shape[1:]]
+        return shape
+
+    def _steps(self) -> dict[int, int]:
+        """Return what becomes of the number of steps where each frame, or each place, has a step of its own."""
+        own = self.latent.shape
+        steps = {own[2]: self.area[0]} if len(own) == 5 and own[2] > 1 else {}
+        lengths = {max(sides): self.sizes.sound for sides in self.sounds if sides}
+        return steps | {math.prod(own[2:]): math.prod(self.area)} | lengths
 
 
 def _guide(entry: Mapping[str, Any], own: Sequence[int], area: Sequence[int]) -> dict[str, Any]:
