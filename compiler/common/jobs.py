@@ -34,6 +34,8 @@ class CompileJobs:
         self._wait = wait
         self._turn = threading.Lock()
         self._stuck: tuple[threading.Thread, str] | None = None
+        self._interrupted: threading.Thread | None = None
+        """The thread of a job that nobody waits for any more. The next job does, up to its own limit."""
 
     def run(
         self,
@@ -50,6 +52,9 @@ class CompileJobs:
         """
         limit = compile_limit() if limit is None else limit
         with self._turn:
+            if self._interrupted is not None:  # it may be quick: its limit has not passed
+                self._wait(self._interrupted, limit)
+                self._interrupted = None
             if self._stuck and self._stuck[0].is_alive():
                 raise CompileTimeout(ReasonCode.HANGS, self._stuck[1])
             outcome: dict[str, Any] = {}
@@ -58,10 +63,11 @@ class CompileJobs:
                 thread.start()
                 try:
                     self._wait(thread, limit)
-                finally:  # somebody can also interrupt this thread
-                    if thread.is_alive():
-                        self._stuck = (thread, name)
+                except BaseException:  # somebody interrupts this thread, and not the job
+                    self._interrupted, self._stuck = thread, (thread, name)
+                    raise
             if thread.is_alive():
+                self._stuck = (thread, name)
                 raise CompileTimeout(ReasonCode.TIMEOUT, f"{limit:g} s")
         if "error" in outcome:
             raise outcome["error"]

@@ -372,7 +372,8 @@ class GraphCache:
         """Remove graphs from memory. The next request for one loads it from the store."""
         with self._lock:
             for place in [place for place in self._entries if place[0] in keys]:
-                self._entries.pop(place).is_evicted = True  # captures hold it, too, until they see this
+                entry = self._entries.pop(place)
+                entry.is_evicted = entry.retired is None  # captures hold it, too, until they see this
         self.on_change()
 
     def store_graphs(self, graphs: Iterable[CompiledGraph]) -> set[str]:

@@ -49,10 +49,13 @@ def stride_in(weight: torch.Tensor, memory_format: torch.memory_format) -> tuple
 
 
 def dense_stride(weight: torch.Tensor) -> tuple[int, ...]:
-    """Return the stride that a weight has after a move to another device, which leaves no gaps and repeats no number.
+    """Return a weight's stride. If it repeats numbers (stride 0), return the stride it has on another device.
 
-    LTX's decoder makes some buffers of one number. A graph made before the move has to fit after it.
+    LTX's decoder makes some buffers of one number, and a move gives each place a number of its own. A graph made before
+    the move has to fit after it.
     """
+    if 0 not in weight.stride():
+        return weight.stride()
     return torch.empty_like(torch.empty_strided(weight.shape, weight.stride(), device="meta")).stride()
 
 

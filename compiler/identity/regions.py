@@ -28,8 +28,8 @@ LISTED = frozenset(
         # The halves of a VAE. One graph frees each feature map after its last use; separate blocks would pass copies.
         "comfy.ldm.modules.diffusionmodules.model.Decoder",
         "comfy.ldm.modules.diffusionmodules.model.Encoder",
-        # What such a half consists of, if it cuts a video into chunks in a loop of its own: HunyuanVideo's.
-        "comfy.ldm.modules.diffusionmodules.model.AttnBlock",
+        # Blocks of such a half that cuts a video into chunks in a loop of its own: HunyuanVideo's. Its attention stays
+        # ComfyUI's, which computes it in slices where memory is short.
         "comfy.ldm.modules.diffusionmodules.model.Downsample",
         "comfy.ldm.modules.diffusionmodules.model.ResnetBlock",
         "comfy.ldm.modules.diffusionmodules.model.Upsample",

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -193,11 +193,13 @@ class GraphSupply:
             if operator := needs_values(error):
                 return Reason(ReasonCode.DEPENDS_ON_VALUES, operator)
             return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
-        if not _foresees(requests, kind, signature):
+        if not any(r.fingerprint == kind.fingerprint and covers(r.signature.text, signature.text) for r in requests):
             # Repeated without patches, the call did not get here; the sizes of those like it vary in the same way.
             alike = (r.with_signature(signature) for r in requests if r.fingerprint == kind.fingerprint)
             requests += [request for request in alike if request]
         for request in requests:
+            if request.signature.is_chunk:  # each asks for its own, at its own batch
+                continue
             refused = self._kinds.of(request.fingerprint).refusals
             if request.signature.text not in refused and self._is_missing(request):
                 self._check_cancelled()
@@ -312,10 +314,10 @@ class GraphSupply:
         except Exception as error:
             failed = error
         if guess.was_asked and not _foresees(requests, kind, signature):
-            try:
-                return [*requests, *self._look_ahead(Guess(call, True))]
-            except Exception as error:  # the other answer may not suit the sizes
-                log.debug("%s is not foreseen with the other answer: %s", kind.cls.__name__, error)
+            with suppress(Exception):  # the other answer may not suit the sizes
+                others = self._look_ahead(Guess(call, True))
+                if _foresees(others, kind, signature):
+                    return [*requests, *others]
         if failed is not None:
             raise failed
         return requests
@@ -428,6 +430,6 @@ def _difference(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 
 
 def _foresees(requests: Iterable[GraphRequest], kind: RegionKind, signature: CallSignature) -> bool:
-    """Whether a look ahead met calls of a region like this one."""
-    of_kind = (request for request in requests if request.fingerprint == kind.fingerprint)
-    return any(covers(request.signature.text, signature.text) for request in of_kind)
+    """Whether a look ahead met calls of a region like this one, perhaps without its patches."""
+    of_kind = (request.signature.text for request in requests if request.fingerprint == kind.fingerprint)
+    return any(covers(met, signature.text) or covers(met, signature.unpatched) for met in of_kind)

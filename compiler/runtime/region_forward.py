@@ -161,11 +161,16 @@ class RegionForward:
         """
         if isinstance(error, Unsupported):
             return error.reason
-        lacks_memory = isinstance(error, torch.cuda.OutOfMemoryError)
+        lacks_memory = isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error)
         if lacks_memory or not isinstance(error, Exception) or self._host.is_cancellation(error):
             raise error
-        log.warning("%s: a call runs uncompiled because of an error", type(self._module()).__name__, exc_info=error)
-        return reason_of(error)
+        if _is_capturing(self._kind.device):  # the region's own code may do what no capture bears
+            raise error
+        reason = reason_of(error)
+        level = logging.DEBUG if reason in self._counters.eager_calls else logging.WARNING
+        name = type(self._module()).__name__
+        log.log(level, "%s: a call runs uncompiled because of an error", name, exc_info=error)
+        return reason
 
     def _match(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], running: RunningCall | None) -> _Call:
         """Return how a graph serves a call, with its weights. Raises Unsupported if none can.

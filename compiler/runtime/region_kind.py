@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -214,8 +215,8 @@ class RegionKind:
             return plain
         readings = [read(call, patch_points=patch_points, sizes=places) for places in self._readings()]
         for known in (self.graphs, self.refusals):
-            for sized in readings:
-                if sized[0].text in known or sized[0].unpatched in known:
+            for text_of in (attrgetter("text"), attrgetter("unpatched")):
+                if sized := next((each for each in readings if text_of(each[0]) in known), None):
                     return sized
         return plain
 
@@ -244,7 +245,7 @@ class RegionKind:
         return any(map(self._is_known, readings))
 
     def _is_known(self, signature_text: str) -> bool:
-        return signature_text in self.graphs or signature_text in self.refusals
+        return bool(self.graphs_of(signature_text)) or signature_text in self.refusals
 
 
 def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[torch.Tensor]) -> Plan | Refusal:

@@ -173,7 +173,8 @@ class RegionKinds:
         gone = set(self._fingerprints.values()) - self._kinds.keys()
         self._kinds |= {fingerprint: before[fingerprint] for fingerprint in gone}
         for kind in self._kinds.values():
-            kind.closed = kind.closed or (Reason(ReasonCode.BACKEND, missing) if missing else None)
+            if missing and kind.device == device:
+                kind.closed = kind.closed or Reason(ReasonCode.BACKEND, missing)
 
     def _describe_all(self, paths: Iterable[str]) -> _Described:
         """Describe the regions as they are now."""

@@ -17,6 +17,8 @@ from ..common.torch_compat import TorchDispatchMode, needs_values, scalar_value,
 
 MAX_ANSWERS = 100_000
 """A loop that waits for another answer must end."""
+MAX_GUESSES = 1000
+"""The same for code that is told that all it asks for is so, which happens while a person waits."""
 
 _thread = threading.local()
 
@@ -59,6 +61,7 @@ class Guess:
     def __init__(self, call: Callable[..., None], answer: bool) -> None:
         self._call, self._answer = call, answer
         self.was_asked = False
+        self._asked = 0
         self.classes = getattr(call, "classes", ())
 
     def __call__(self, *args: Any) -> None:
@@ -72,6 +75,9 @@ class Guess:
     def ask(self) -> bool:
         """Return the answer."""
         self.was_asked = True
+        self._asked += 1
+        if self._answer and self._asked > MAX_GUESSES:
+            raise RuntimeError("a loop waits for another answer")
         return self._answer
 
 

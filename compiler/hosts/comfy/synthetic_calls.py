@@ -32,9 +32,8 @@ MASK = "attention_mask"
 LYRICS = "conditioning_lyrics"
 CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
 """Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
-CARRIED = {"decode": ((1, 2, 6, 5), (1, 2, 8, 7)), "encode": ((1, 5, 17), (1, 5, 25))}
-"""The same for VAEs that hand frames on, in the first and the second call ahead. HunyuanVideo's has blocks for whole
-videos between those for chunks: where the calls differ, they show that frames are a size."""
+CARRIED = {"decode": (1, 2, 5, 6), "encode": (1, 5, 17)}
+"""The same for VAEs that hand frames on."""
 VIDEOS = {
     "decode": ((16, 22, 38), (3, 22, 38), (2, 22, 38), (16, 34, 60), (3, 34, 60)),
     "encode": ((121, 704, 1216),),
@@ -250,7 +249,7 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         if keeps_frames(network):
             areas = [(frames, *sides) for frames in CHUNKED[method]]
         elif dimensions == 3 and hands_frames_on(network):
-            batch, areas = 1, [(frames, *sides) for frames in CARRIED[method][sizes == LARGE]]
+            batch, areas = 1, [(frames, *sides) for frames in CARRIED[method]]
         elif any(CELLS in vars(module) for module in network.modules()):
             batch, areas = 1, [*areas, *(VIDEOS[method] if sizes == LARGE else ())]
         for area in areas:

@@ -92,15 +92,27 @@ def test_hanging_job_refuses_later_jobs_until_it_ends(hanging):
     assert jobs.run("next", lambda: "done") == "done"
 
 
-def test_a_job_that_goes_on_after_an_interruption_refuses_later_jobs(hanging):
-    def interrupted(thread, limit):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_next_job_waits_for_one_that_goes_on_after_an_interruption(hanging, ends):
+    waits = []
 
-    jobs = CompileJobs(interrupted)
+    def wait(thread, limit):
+        waits.append(thread.name)
+        if len(waits) == 1:
+            raise KeyboardInterrupt
+        if ends:
+            hanging.set()
+        thread.join(limit if ends else 0.01)
+
+    jobs = CompileJobs(wait)
     with pytest.raises(KeyboardInterrupt):
         jobs.run("slow block", hanging.wait)
-    with pytest.raises(CompileTimeout, match="still hangs on slow block"):
-        jobs.run("next", lambda: "done")
+    if ends:
+        assert jobs.run("next", lambda: "done") == "done"
+        assert waits == ["compile slow block", "compile slow block", "compile next"]
+    else:
+        with pytest.raises(CompileTimeout, match="still hangs on slow block"):
+            jobs.run("next", lambda: "done")
 
 
 def test_a_hanging_job_does_not_keep_the_process_alive(hanging):

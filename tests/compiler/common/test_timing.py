@@ -153,7 +153,7 @@ def test_an_entrance_times_its_calls(clock):
             return x
 
     network = Slow()
-    nothing_new = {"follow": lambda: False, "schedule_check": lambda: False, "note_call": lambda call: None}
+    nothing_new = {"refresh": lambda: False, "schedule_check": lambda: False, "note_call": lambda call: None}
     compiled = SimpleNamespace(
         latency=LatencyTracker(), background=None, host=Host(), weights=ResidentWeights(), **nothing_new
     )

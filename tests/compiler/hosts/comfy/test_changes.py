@@ -291,8 +291,8 @@ def looks(monkeypatch):
     from compiled_graphs.compiler.runtime.compiled_model import CompiledModel
 
     seen = []
-    follow = CompiledModel.follow
-    monkeypatch.setattr(CompiledModel, "follow", lambda self, **given: seen.append(1) or follow(self, **given))
+    refresh = CompiledModel.refresh
+    monkeypatch.setattr(CompiledModel, "refresh", lambda self, **given: seen.append(1) or refresh(self, **given))
     return seen
 
 

@@ -180,8 +180,8 @@ def test_a_control_net_is_compared_once_in_a_sampling_of_a_compiled_model(
     control, _ = speed_up(control_net(model))
     network = host.compiled_model(control)
     ours = host.compile_model(model, host.Request("eager", verify=False))[0] if is_announced else model
-    follow, count = network.follow, []
-    monkeypatch.setattr(network, "follow", lambda **where: count.append(1) or follow(**where))
+    refresh, count = network.refresh, []
+    monkeypatch.setattr(network, "refresh", lambda **where: count.append(1) or refresh(**where))
     for _ in range(2):
         count.clear()
         sample(ours, "tiny_sd15", steps=4, **hinted(control, 0.8))

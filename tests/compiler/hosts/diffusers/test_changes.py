@@ -157,7 +157,7 @@ def test_a_network_is_checked_once_per_run(pipe, monkeypatch):
     image(pipe)
     looks = []
     compiled = host._part_of(pipe.unet).compiled
-    monkeypatch.setattr(type(compiled), "follow", lambda self: looks.append(self is compiled) or False)
+    monkeypatch.setattr(type(compiled), "refresh", lambda self: looks.append(self is compiled) or False)
     for _ in range(2):
         image(pipe)
     assert looks.count(True) == 2
