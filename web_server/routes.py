@@ -32,7 +32,7 @@ DROP = "/compiled_graphs/drop"
 MAX_REQUEST = 2**16
 """Bytes of a request: the longest has three names."""
 
-_FILE_NAME = re.compile(r"\w[\w .-]{0,99}")
+_FILE_NAME = r"\w[\w .-]{0,99}"
 
 
 class Refused(Exception):
@@ -144,7 +144,7 @@ def _save(fields: Mapping[str, Any]) -> str:
     from ..compiler.hosts.comfy.process import registry
 
     workflow, role, name = (_text(fields, field) for field in ("workflow", "role", "name"))
-    if not _FILE_NAME.fullmatch(name):
+    if not re.fullmatch(_FILE_NAME, name):
         raise Refused(400, say("A file name has letters, digits, spaces, '.', '-' and '_', at most 100."))
     model = (registry().models(workflow) or {}).get(role)
     if model is None:

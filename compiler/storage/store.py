@@ -50,15 +50,15 @@ PATIENCE = 2.0
 PAUSE = 60.0
 """Seconds."""
 _KEY = "[0-9a-f]{64}"
-_GRAPH_NAME = re.compile(_KEY + re.escape(SUFFIX))
-_NOTE_NAME = re.compile(_KEY + re.escape(NOTE_SUFFIX))
+_GRAPH_NAME = _KEY + re.escape(SUFFIX)
+_NOTE_NAME = _KEY + re.escape(NOTE_SUFFIX)
 CLAIM_SUFFIX = ".claim"
 MAX_CLAIM = 100
 """Bytes."""
-_CLAIM_NAME = re.compile(_KEY + re.escape(CLAIM_SUFFIX))
+_CLAIM_NAME = _KEY + re.escape(CLAIM_SUFFIX)
 LOCK_CHARACTERS = 4
 """A key begins with the name of its lock."""
-_LOCK_NAME = re.compile(r"(?:[0-9a-f]{2}){1,2}\.lock")
+_LOCK_NAME = r"(?:[0-9a-f]{2}){1,2}\.lock"
 """Only this module gives files these names. Other files stay: the folder may hold saved graphs, or anything else."""
 WRITTEN = ("LastModified", "last_modified", "mtime", "created")
 """Names of the time of writing: in S3, Azure, Google and most others, and in fsspec's memory file system."""
@@ -188,7 +188,7 @@ class _Store(ABC):
 
     def entries(self) -> list[StoreEntry]:
         """Return the graph files that stores wrote. Raises OSError if the place cannot be listed."""
-        return [file for file in self._files() if _GRAPH_NAME.fullmatch(file.name)]
+        return [file for file in self._files() if re.fullmatch(_GRAPH_NAME, file.name)]
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
@@ -235,14 +235,14 @@ class _Store(ABC):
     def sweep(self, age: float = PARTIAL_AGE) -> list[StoreEntry]:
         """Remove and return partial files and claims older than `age` seconds. Raises OSError as `entries` does."""
         latest = time.time() - age
-        left = [file for file in self._files() if is_partial(file.name, STORE) or _CLAIM_NAME.fullmatch(file.name)]
+        left = [file for file in self._files() if is_partial(file.name, STORE) or re.fullmatch(_CLAIM_NAME, file.name)]
         return [file for file in left if file.used <= latest and self.remove(file.name)]
 
     def clear(self) -> list[StoreEntry]:
         """Remove only what the store has written. Return the graph files that were removed. Raises OSError."""
         self.sweep(age=-math.inf)
         for file in self._files():
-            if _NOTE_NAME.fullmatch(file.name) or _CLAIM_NAME.fullmatch(file.name):
+            if re.fullmatch(_NOTE_NAME, file.name) or re.fullmatch(_CLAIM_NAME, file.name):
                 self.remove(file.name)
         return [entry for entry in self.entries() if self.remove(entry.name)]
 
@@ -292,7 +292,7 @@ class FolderStore(_Store):
         """Remove only what the store has written, and its locks even if held. Return the graph files removed."""
         gone = super().clear()
         for path in (self.folder / LOCKS).glob("*.lock"):
-            if _LOCK_NAME.fullmatch(path.name):
+            if re.fullmatch(_LOCK_NAME, path.name):
                 with suppress(OSError):
                     path.unlink()
         with suppress(OSError):
@@ -520,12 +520,12 @@ def _require_driver(url: str) -> None:
 
 def _is_ours(name: str) -> bool:
     names = _GRAPH_NAME, _NOTE_NAME, _CLAIM_NAME
-    return any(pattern.fullmatch(name) for pattern in names) or is_partial(name, STORE)
+    return any(re.fullmatch(pattern, name) for pattern in names) or is_partial(name, STORE)
 
 
-def _checked(name: str, pattern: re.Pattern[str]) -> str:
+def _checked(name: str, pattern: str) -> str:
     """Return a name that matches the pattern. Raises GraphFileError: another name could lead to somebody's file."""
-    if not pattern.fullmatch(name):
+    if not re.fullmatch(pattern, name):
         raise GraphFileError(f"{printable(name)!r} is not the name of a store's file")
     return name
 

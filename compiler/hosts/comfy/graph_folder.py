@@ -43,7 +43,7 @@ MAX_WHERE = 300
 _PACKAGE = Path(__file__).absolute().parents[3].name
 """What the commands of this extension are called by."""
 _WRITING = threading.Lock()
-_NUMBERED = re.compile(r"(.*)_(\d+)_")
+_NUMBERED = r"(.*)_(\d+)_"
 
 
 def register_folder() -> None:
@@ -173,7 +173,7 @@ def choices() -> list[str]:
     None of them ends as the file does: ComfyUI's frontend takes a file that it does not know for a model to download.
     """
     names = [name.removesuffix(SUFFIX) for name in listed_files()]
-    prefixes = {match[1] for name in names if (match := _NUMBERED.fullmatch(name))}
+    prefixes = {match[1] for name in names if (match := re.fullmatch(_NUMBERED, name))}
     return [f"{prefix}{NEWEST}" for prefix in sorted(prefixes)] + names or [NONE]
 
 
@@ -195,7 +195,7 @@ def label(name: str) -> str:
 
 def _newest(prefix: str, listed: list[str]) -> str:
     found = [
-        match for name in listed if (match := _NUMBERED.fullmatch(name.removesuffix(SUFFIX))) and match[1] == prefix
+        match for name in listed if (match := re.fullmatch(_NUMBERED, name.removesuffix(SUFFIX))) and match[1] == prefix
     ]
     return max(found, key=lambda match: int(match[2]))[0] if found else ""
 
