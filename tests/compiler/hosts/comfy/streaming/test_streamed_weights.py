@@ -189,12 +189,14 @@ def test_a_core_that_streams_in_another_way_runs_eagerly(model, sample, registry
 
 
 def test_a_failed_fault_leaves_nothing_pinned(model, plain, sample, registry, vbar):
+    """The block's own code runs then, and asks for its weights itself."""
     ours = compiled(model)
     assert_image(sample, ours, plain, vbar)
+    before = totals.eager_calls.copy()
     vbar.fails = True
-    with pytest.raises(RuntimeError, match="Fault failed"):
-        sample(ours, "tiny_sd15")
+    sample(ours, "tiny_sd15")
     vbar.fails = False
+    assert any("Fault failed" in str(reason) for reason in totals.eager_calls - before)
     assert vbar.pinned == 0
     assert_image(sample, ours, plain, vbar)
 
