@@ -26,7 +26,7 @@ from ..common.reason import Reason, Unsupported
 from .code_walk import Code, CodeWalk
 from .libraries import is_outside
 from .low_rank import sizes_of
-from .memory_format import dense_stride, has_layouts, stride_in
+from .memory_format import has_layouts, stride_in, unrepeated_stride
 from .source import qualified_name
 from .value_description import Values
 from .watch import Watch
@@ -210,4 +210,4 @@ def _is_method(cls: type, name: str) -> bool:
 def _stride(tensor: torch.Tensor, is_arranged: bool) -> list[int]:
     if is_arranged and has_layouts(tensor):
         return list(stride_in(tensor, torch.contiguous_format))
-    return list(dense_stride(tensor))
+    return list(unrepeated_stride(tensor))

@@ -48,7 +48,7 @@ def stride_in(weight: torch.Tensor, memory_format: torch.memory_format) -> tuple
     return torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
 
 
-def dense_stride(weight: torch.Tensor) -> tuple[int, ...]:
+def unrepeated_stride(weight: torch.Tensor) -> tuple[int, ...]:
     """Return a weight's stride. If it repeats numbers (stride 0), return the stride it has on another device.
 
     LTX's decoder makes some buffers of one number, and a move gives each place a number of its own. A graph made before

@@ -157,7 +157,8 @@ class RegionForward:
     def _why_unmatched(self, error: BaseException) -> Reason:
         """Return why no graph serves a call. Its own code can: nothing of the call has run yet.
 
-        Raises the error again if the person cancels, or if memory is short, which ComfyUI knows how to free.
+        Raises the error again if the person cancels, if memory is short (the host knows how to free some), and within a
+        capture.
         """
         if isinstance(error, Unsupported):
             return error.reason

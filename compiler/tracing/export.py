@@ -40,7 +40,7 @@ from ..identity.fingerprint import string_constants_of, tensor_attributes
 from ..identity.frame_cells import Cells
 from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
 from ..identity.low_rank import RANK, is_factor
-from ..identity.memory_format import dense_stride, has_layouts, input_format, laid_out, stride_in
+from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in, unrepeated_stride
 from .decompositions import ForGPUs, LiteralTensors
 from .frame_windows import frame_writes, traced_window
 from .graph_request import GraphRequest
@@ -276,7 +276,7 @@ def _draws_random_numbers(program: torch.export.ExportedProgram) -> bool:
 
 def _empty_like(tensor: torch.Tensor, device: torch.device, is_arranged: bool) -> torch.Tensor:
     is_filter = is_arranged and has_layouts(tensor)
-    stride = stride_in(tensor, torch.channels_last) if is_filter else dense_stride(tensor)
+    stride = stride_in(tensor, torch.channels_last) if is_filter else unrepeated_stride(tensor)
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=device)
 
 

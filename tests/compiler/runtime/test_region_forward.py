@@ -12,6 +12,7 @@ from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES, GraphCache
 from compiled_graphs.compiler.registry.registry import Registry
+from compiled_graphs.compiler.runtime import region_forward
 from compiled_graphs.compiler.runtime.region_kind import MAX_BRANCHES
 from compiled_graphs.compiler.runtime.region_kinds import MAX_STATES
 from compiled_graphs.compiler.storage.store import FolderStore
@@ -377,12 +378,31 @@ def test_an_error_while_a_graph_is_chosen_leaves_the_call_to_the_regions_own_cod
     assert sum(compiled.counters.eager_calls.values()) == len(network.blocks)
 
 
-@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("none left"), InterruptedError(), KeyboardInterrupt()])
+OTHERS_ERRORS = {
+    "too little memory": torch.cuda.OutOfMemoryError("none left"),
+    "too little memory, told by CUDA": RuntimeError("CUDA error: out of memory"),
+    "cancelled": InterruptedError(),
+    "interrupted": KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("error", OTHERS_ERRORS.values(), ids=OTHERS_ERRORS)
 def test_cancellations_and_lack_of_memory_are_for_the_host_to_handle(registry, error):
     network, host = transformer(), Broken()
     compiled = compile_network(network, registry, host=host)
     host.error = error
     with pytest.raises(type(error)):
+        network(tokens())
+    assert not reasons(compiled)
+
+
+def test_an_error_within_a_capture_ends_the_capture(registry, monkeypatch):
+    """The block's own code may wait for the GPU, and no capture bears that."""
+    network, host = transformer(), Broken()
+    compiled = compile_network(network, registry, host=host)
+    host.error = RuntimeError("a stride that nobody knows")
+    monkeypatch.setattr(region_forward, "_is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="a stride that nobody knows"):
         network(tokens())
     assert not reasons(compiled)
 

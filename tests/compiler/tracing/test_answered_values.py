@@ -61,6 +61,18 @@ def test_a_guess_tells_whether_it_mattered():
     assert asked(lambda: bool(torch.empty(3).min() != torch.empty(3).max()))[0] is False, "later calls have no guess"
 
 
+def test_a_loop_that_waits_for_another_guess_ends():
+    asks = []
+
+    def wait():
+        while torch.empty(3).min() != torch.empty(3).max():
+            asks.append(1)
+
+    with pytest.raises(DataDependentOutputException):
+        Guess(lambda: asked(wait), True)()
+    assert len(asks) == answered_values.MAX_GUESSES
+
+
 def test_a_call_that_asks_nothing_is_made_once():
     assert asked(lambda: tuple(torch.empty(2, 3).T.shape)) == ((3, 2), [False])
 

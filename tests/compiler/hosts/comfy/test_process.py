@@ -82,11 +82,10 @@ def test_a_worker_that_does_not_start_does_not_keep_this_process_from_its_import
 
 
 def test_auto_is_warm_where_its_backend_is(workers, monkeypatch):
-    begun = []
-    monkeypatch.setattr(process, "_warm_up", lambda backend, loads: begun.append(backend))
+    begun, has_begun = [], threading.Event()
+    monkeypatch.setattr(process, "_warm_up", lambda backend, loads: (begun.append(backend), has_begun.set()))
     for name in (AUTO, DEFAULT, AUTO):
         process.warm_up(name)
-    deadline = threading.Event()
-    while not begun and not deadline.wait(0.01):
-        pass
+    assert has_begun.wait(PATIENCE)
     assert begun == [DEFAULT]
+    assert {DEFAULT} == process._WARMED
