@@ -222,6 +222,9 @@ LAYERS = {
     "ltx2": ("num_layers",),
 }
 """The settings that say how often a block repeats, and nothing else."""
+_WHOLE_FLUX = (19, 38)
+WHOLE = {"flux6": _WHOLE_FLUX, "chroma": _WHOLE_FLUX, "qwen_image": (60,), "wan22": (40,), "ltx2": (48,)}
+"""The blocks of those that are shortened in CONFIGS, as people have them."""
 
 
 VAE_CONFIG = {
@@ -247,16 +250,16 @@ def use_comfyui(path: Path) -> None:
     comfy.cli_args.args.cpu = not torch.cuda.is_available()
 
 
-def patcher(name: str, dtype: torch.dtype, depth: int | None = None):
+def patcher(name: str, dtype: torch.dtype, depth: int | str | None = None):
     """Return a ModelPatcher of the named architecture on ComfyUI's device, every parameter filled.
 
-    `depth` is how many blocks of each kind it gets. Raises KeyError if that cannot be chosen.
+    `depth` is how many blocks of each kind it gets, or "whole". Raises KeyError if that cannot be chosen.
     """
     import comfy.model_management
     import comfy.model_patcher
     import comfy.supported_models as supported
 
-    layers = dict.fromkeys(LAYERS[name], depth) if depth else {}
+    layers = _layers(name, depth) if depth else {}
     config = getattr(supported, CLASSES[name])(dict(CONFIGS[name]) | _newer_options(name) | layers)
     config.set_inference_dtype(dtype, None)
     device = comfy.model_management.get_torch_device()
@@ -264,6 +267,26 @@ def patcher(name: str, dtype: torch.dtype, depth: int | None = None):
     model = config.get_model({}, "", device=device).eval().to(device)
     fill(model.diffusion_model)
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def _layers(name: str, depth: int | str) -> dict[str, int]:
+    if depth == "whole":
+        return dict(zip(LAYERS[name], WHOLE[name], strict=True)) if name in WHOLE else {}
+    return dict.fromkeys(LAYERS[name], depth)
+
+
+def control_net(dtype: torch.dtype) -> torch.nn.Module:
+    """Return a ControlNet for SDXL on ComfyUI's device, as the file of one holds it."""
+    import comfy.cldm.cldm
+    import comfy.model_management
+    import comfy.ops
+
+    config = {name: value for name, value in SDXL.items() if name != "out_channels"}
+    device = comfy.model_management.get_torch_device()
+    options = {"hint_channels": 3, "dtype": dtype, "device": device, "operations": comfy.ops.disable_weight_init}
+    network = comfy.cldm.cldm.ControlNet(**config, **options)
+    fill(network)
+    return network
 
 
 def metadata(name: str) -> dict[str, str] | None:
@@ -290,8 +313,9 @@ def in_float32(name: str, original):
     return twin
 
 
-VAES = ("kl", "taesd", "wan", "ltx2", "hunyuan15")
-VIDEO_VAES = ("wan", "ltx2", "hunyuan15")
+VAES = ("kl", "taesd", "wan", "ltx2", "hunyuan", "hunyuan15")
+VIDEO_VAES = ("wan", "ltx2", "hunyuan", "hunyuan15")
+HUNYUAN_VAE_CONFIG = VAE_CONFIG | {"z_channels": 16, "conv3d": True, "time_compress": 4}
 HUNYUAN_15_VAE_CONFIG = {
     "block_out_channels": [128, 256, 512, 1024, 1024],
     "num_res_blocks": 2,
@@ -314,7 +338,7 @@ WAN_VAE_CONFIG = {
 
 def vae(name: str, dtype: torch.dtype):
     """Return a `comfy.sd.VAE`: "kl" as SD1.5 and SDXL have it, "wan" as Wan 2.1 and Qwen-Image, "ltx2", "taesd",
-    or "hunyuan15" as HunyuanVideo 1.5."""
+    "hunyuan" as HunyuanVideo, or "hunyuan15" as HunyuanVideo 1.5."""
     import comfy.sd
 
     network = _vae_network(name)
@@ -354,6 +378,8 @@ def _vae_network(name: str) -> torch.nn.Module:
         return AutoencodingEngine(regularizer_config=regularizer, **halves)
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
+    if name == "hunyuan":
+        return AutoencoderKL(ddconfig=HUNYUAN_VAE_CONFIG, embed_dim=16)
     return AutoencoderKL(ddconfig=VAE_CONFIG, embed_dim=4)
 
 

@@ -1,9 +1,10 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
     python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N]
-        [--sizes SIZE,OTHER] [--long STEPS] [--encode] [--attention NAME] [--backend inductor] [--json FILE] RUN ...
+        [--sizes SIZE,OTHER] [--again 4] [--long STEPS] [--no-lora] [--encode] [--control]
+        [--attention NAME] [--backend inductor] [--json FILE] RUN ...
 
-A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these, or kl (the VAE of SDXL):
+A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these:
 
     sdxl        fp16, whole                     z_image     Z-Image, whole
     flux6       Flux, 6 + 12 of 19 + 38 blocks  klein       FLUX.2 Klein 4B, whole
@@ -11,12 +12,14 @@ A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these, or kl (the VAE of SDXL):
     wan22       Wan 2.2 14B, one expert of text to video, 10 of 40 blocks
     ltx2        LTX-2, video and sound as in core's workflow, 12 of 48 blocks; ltx2_video is the video alone
 
+    kl, wan_vae, ltx2_vae, hunyuan_vae, hunyuan15_vae: a decode, of images of SDXL or of videos
+
 All but sdxl are in bf16, every layer has its real width, and the weights are at most 11.5 GiB. --depth gives all but
-sdxl another number of blocks of each kind. A format after the model quantises the attention and feed-forward matrices
-of its blocks, and of sdxl and flux6 all matrices of the blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or
-flux6-gguf_Q4_K if HOME/custom_nodes has ComfyUI-GGUF and Python has gguf. One server takes WAYS in turn, with commas
-between: eager, ours (Compile Model or VAE Speedup), branch (ours with `lora_branch`: LoRAs beside quantised weights)
-and core (TorchCompileModel).
+sdxl another number of blocks of each kind, and --depth whole all that people have, up to 38 GiB. A format after the
+model quantises the attention and feed-forward matrices of its blocks, and of sdxl and flux6 all matrices of the blocks:
+flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if HOME/custom_nodes has ComfyUI-GGUF and Python has
+gguf. One server takes WAYS in turn, with commas between: eager, ours (Compile Model or VAE Speedup), branch (ours with
+`lora_branch`: LoRAs beside quantised weights) and core (TorchCompileModel).
 FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
 weights stay in --home, so a second RUN of `ours` is one after a restart.
 
@@ -24,18 +27,18 @@ Sizes, the number of tokens and cfg are in `server_models.py`. Images have 1024x
 number of frames; --sizes 832x480x81,832x480x49 are others. Where a model has guidance and a negative prompt of another
 length (Qwen-Image and Chroma do not pad their text), ComfyUI calls it twice a step instead of with a batch of two.
 
-Weights are random. Seconds are the server's own, from a prompt's start to when its result is on the CPU, the
-loader's result cached. In older results the time to write it to a file is a part of them. A latent is compared with
-that of `eager`, from the same RUN or an earlier one. One of a quantised model is also compared with that of the
-unquantised one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home: with `eager`
-and `ours` that shows what merging a LoRA costs, and with `branch` what its place beside the weights does. GGUF
-weights are not those of flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes
-besides its steps. With --encode, an encoder makes the text of z_image and qwen_image, another text for each prompt;
-for `ours`, CLIP Speedup compiles it. With --attention sage, a node chooses that function of ComfyUI's for the model,
-as KJNodes' SageAttention does. `lora changes` is how far a LoRA moves a latent. `used` is of the whole GPU:
-while the first RUN of `ours` compiles, worker processes take 0.7 GiB each. `reserved` is what PyTorch has of it.
-`resident` is GiB of streamed weights that are on the GPU after a sampling, and `pinned` counts their pages that are
-still pinned.
+Weights are random. Seconds are the server's own, from a prompt's start to when its result is on the CPU, the loader's
+result cached. In older results the time to write it to a file is a part of them. A latent is compared with that of
+`eager`, from the same RUN or an earlier one. One of a quantised model is also compared with that of the unquantised
+one, with the same LoRA (`from unquantised`), if `flux6:eager` has run in the same --home: with `eager` and `ours` that
+shows what merging a LoRA costs, and with `branch` what its place beside the weights does. GGUF weights are not those of
+flux6. With --long 100, prompts of 100 steps give `step ms`, without what a prompt takes besides its steps. With
+--encode, an encoder makes the text of z_image and qwen_image, another text for each prompt; for `ours`, CLIP Speedup
+compiles it. With --control, sdxl has a ControlNet; for `ours`, ControlNet Speedup compiles it. With --attention sage, a
+node chooses that function of ComfyUI's for the model, as KJNodes' SageAttention does. `lora changes` is how far a LoRA
+moves a latent. `used` is of the whole GPU: while the first RUN of `ours` compiles, worker processes take 0.7 GiB each.
+`reserved` is what PyTorch has of it. `resident` is GiB of streamed weights that are on the GPU after a sampling, and
+`pinned` counts their pages that are still pinned.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ from typing import Any
 
 from server_models import (
     MODELS,
+    VAES,
     Model,
     Size,
     base_of,
@@ -70,6 +74,8 @@ from server_models import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+CONTROL_NET = "sdxl_control"
+"""The name of its file of weights."""
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from comfy_server import ComfyServer, PromptFailed  # noqa: E402
@@ -89,6 +95,8 @@ class Wanted:
     backend: str = "inductor"
     encodes: bool = False
     """Whether a text encoder makes the text."""
+    controlled: bool = False
+    """Whether there is a ControlNet."""
     attention: str = ""
     """The attention function that a node chooses, by ComfyUI's name for it."""
 
@@ -99,10 +107,15 @@ def main() -> None:
     parser.add_argument("--home", type=Path, help="folder for weights, graphs and latents; a new one by default")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds from a server's start to its first prompt")
-    parser.add_argument("--depth", type=int, help="blocks of each kind; a model's own number by default")
+    parser.add_argument("--depth", type=depth, help='blocks of each kind, or "whole"; see above for the default')
     parser.add_argument("--sizes", type=sizes, help="a first size and another one, such as 512x512,256x768")
+    parser.add_argument(
+        "--again", type=int, default=4, help="prompts after the first one, 2 or more: the first of them is not counted"
+    )
     parser.add_argument("--long", type=int, help="run prompts of so many steps too, which tell what a step takes")
     parser.add_argument("--encode", action="store_true", help="have a text encoder make the text of each prompt")
+    parser.add_argument("--no-lora", action="store_true", help="leave out the prompts with a LoRA")
+    parser.add_argument("--control", action="store_true", help="give sdxl a ControlNet")
     parser.add_argument("--attention", default="", help="have a node choose this attention function, such as sage")
     parser.add_argument("--backend", default="inductor", help="of Compile Model; eager runs graphs without a compiler")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
@@ -111,6 +124,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.long is not None and options.long <= options.steps:
         parser.error("--long is to be more than --steps")
+    if options.again < 2:
+        parser.error("--again is to be 2 or more: the first of them is not counted")
     if options.sizes and len(options.sizes) != 2:
         parser.error("--sizes wants two sizes, with a comma between")
     options.home = options.home or Path(tempfile.mkdtemp())
@@ -121,11 +136,19 @@ def main() -> None:
         model, ways, *flags = text.split(":")
         if options.encode and not (name_of(model) in MODELS and MODELS[name_of(model)].text.encoder):
             parser.error(f"--encode is for z_image and qwen_image, not for {model}")
+        if options.control and model != "sdxl":
+            parser.error(f"--control is for sdxl, not for {model}")
         model = with_depth(model, options.depth)
         make_missing(options, model)
         if options.encode:
             make_encoder(options, model)
+        if options.control:
+            make_missing(options, CONTROL_NET)
         measure(options, text, model, ways.split(","), flags[0] if flags else "")
+
+
+def depth(text: str) -> int | str:
+    return text if text == "whole" else int(text)
 
 
 def sizes(text: str) -> tuple[Size, ...]:
@@ -173,14 +196,16 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
     size, other_size = options.sizes or sizes_of(model)
 
     def kept(of: str, way: str, seed: int, size: Size, lora: float | None, steps: int) -> Path:
-        asked = ("encoded" if options.encode else None, options.attention or None)
+        extras = {"encoded": options.encode, "controlled": options.control, options.attention: options.attention}
+        asked = [name for name, is_asked in extras.items() if is_asked]
         parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora, *asked)
         return options.home / f"{'-'.join(str(part) for part in parts if part is not None)}.pt"
 
     def run(seed: int, size: Size = size, lora: float | None = None, steps: int = options.steps) -> dict[str, Any]:
         path = kept(model, way, seed, size, lora, steps)
-        build = vae_prompt if model == "kl" else model_prompt
-        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, options.encode, options.attention)
+        build = vae_prompt if model in VAES else model_prompt
+        extras = (options.encode, options.control, options.attention)
+        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, *extras)
         made = run_prompt(server, build(wanted))
         differences = {
             "differs": difference(path, kept(model, "eager", seed, size, lora, steps)),
@@ -191,10 +216,10 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
         return {**made, **differences, "path": path}
 
     first = run(1)
-    again = [run(seed) for seed in (2, 3, 4, 5)]
+    again = [run(seed) for seed in range(20, 20 + options.again)]
     other = [run(seed, other_size) for seed in (6, 7)]
-    long = [run(seed, steps=options.long) for seed in (11, 12, 13)] if options.long and model != "kl" else []
-    loras = [] if model == "kl" else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(10)]
+    long = [run(seed, steps=options.long) for seed in (11, 12, 13)] if options.long and model not in VAES else []
+    loras = [] if model in VAES or options.no_lora else [run(8, lora=1.0), run(9, lora=1.0), run(10, lora=0.5), run(10)]
     plain, changed = [first, *again, *other, *loras[3:]], loras[:3]
     everything = [*plain, *changed]
     row = {
@@ -231,7 +256,8 @@ def run_prompt(server: ComfyServer, prompt: dict[str, Any]) -> dict[str, Any]:
 
 def make_missing(options: argparse.Namespace, model: str) -> None:
     """Write a model's weights and a LoRA for it, in another process, unless they are there."""
-    if not weights_of(options, model).exists() or not (model == "kl" or lora_of(options, model).exists()):
+    wanted = [weights_of(options, model), *([lora_of(options, model)] if name_of(model) in MODELS else [])]
+    if not all(path.exists() for path in wanted):
         command = [sys.executable, str(ROOT / "benchmarks" / "server.py"), "--comfyui", str(options.comfyui)]
         subprocess.run([*command, "--home", str(options.home), "--make", model], check=True)
 
@@ -279,8 +305,12 @@ def model_prompt(wanted: Wanted) -> dict[str, Any]:
         branch = {"lora_branch": True} if wanted.way == "branch" else {}
         prompt["6"] = node("CG_CompileModel", model=link, backend=wanted.backend, **branch)
         link = ["6", 0]
+    positive, negative = ["2", 0], ["3", 0]
+    if wanted.controlled:
+        prompt |= control(wanted)
+        positive, negative = ["15", 0], ["15", 1]
     sampler = {"seed": wanted.seed, "steps": wanted.steps, "cfg": model.cfg, "denoise": 1.0}
-    links = {"model": link, "positive": ["2", 0], "negative": ["3", 0], "latent_image": latent}
+    links = {"model": link, "positive": positive, "negative": negative, "latent_image": latent}
     prompt["7"] = node("KSampler", **links, **sampler, sampler_name="euler", scheduler="normal")
     made = ["7", 0]
     if model.has_sound:
@@ -288,6 +318,22 @@ def model_prompt(wanted: Wanted) -> dict[str, Any]:
         made = ["12", 0]
     prompt["8"] = node("BenchKeep", latent=made, path=str(wanted.kept))
     return prompt
+
+
+def control(wanted: Wanted) -> dict[str, Any]:
+    """Return nodes that apply a ControlNet, the last of which is 15."""
+    width, height, *_ = wanted.size
+    nodes = {
+        "13": node("ControlNetLoader", control_net_name=f"{CONTROL_NET}.safetensors"),
+        "14": node("EmptyImage", width=width, height=height, batch_size=1, color=0x336699),
+    }
+    link = ["13", 0]
+    if wanted.way in ("ours", "branch"):
+        nodes["16"] = node("CG_ControlNetSpeedup", control_net=link, backend=wanted.backend)
+        link = ["16", 0]
+    applied = {"positive": ["2", 0], "negative": ["3", 0], "control_net": link, "image": ["14", 0]}
+    range_ = {"strength": 0.5, "start_percent": 0.0, "end_percent": 1.0}
+    return {**nodes, "15": node("ControlNetApplyAdvanced", **applied, **range_)}
 
 
 def random_text(model: Model) -> dict[str, Any]:
@@ -318,7 +364,7 @@ def vae_prompt(wanted: Wanted) -> dict[str, Any]:
     """Return an API prompt: decoding of a random latent."""
     prompt = {
         "1": node("VAELoader", vae_name=f"{wanted.model}.safetensors"),
-        "2": node("BenchLatent", width=wanted.size[0], height=wanted.size[1], seed=wanted.seed),
+        "2": node("BenchLatent", shape=json.dumps(VAES[wanted.model].latent_shape(wanted.size)), seed=wanted.seed),
     }
     link = ["1", 0]
     if wanted.way in ("ours", "branch"):
@@ -358,7 +404,7 @@ def encoder_of(options: argparse.Namespace, model: str) -> Path:
 
 
 def weights_of(options: argparse.Namespace, model: str) -> Path:
-    folder = "vae" if model == "kl" else "diffusion_models"
+    folder = "vae" if model in VAES else "controlnet" if model == CONTROL_NET else "diffusion_models"
     return options.home / "models" / folder / f"{file_of(model)}.{'gguf' if is_gguf(model) else 'safetensors'}"
 
 
@@ -372,9 +418,14 @@ def make(options: argparse.Namespace) -> None:
 
     path = weights_of(options, options.make)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if options.make == "kl":
-        state = models.vae("kl", torch.float32).first_stage_model.state_dict()
-        safetensors.torch.save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, str(path))
+    if options.make in VAES or options.make == CONTROL_NET:
+        network = (
+            models.control_net(torch.float16)
+            if options.make == CONTROL_NET
+            else models.vae(VAES[options.make].network, torch.float32).first_stage_model
+        )
+        state = {name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()}
+        safetensors.torch.save_file(state, str(path))
         return
     name, format_ = name_of(file_of(options.make)), format_of(options.make)
     model, dtype = MODELS[name], getattr(torch, MODELS[name].dtype)

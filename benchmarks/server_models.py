@@ -57,6 +57,29 @@ class Model:
     """The name in `models.CONFIGS`, if that is another one."""
 
 
+@dataclass(frozen=True)
+class Vae:
+    """What a decode consists of."""
+
+    network: str
+    """The name in `models.VAES`."""
+    channels: int
+    pixels: int
+    """Pixels of a side for each number of the latent."""
+    frames: int = 0
+    """Frames for each of the latent but its first one; 0 for images."""
+
+    @property
+    def sizes(self) -> tuple[Size, Size]:
+        return ((832, 480, 81), (832, 480, 49)) if self.frames else IMAGE_SIZES
+
+    def latent_shape(self, size: Size) -> list[int]:
+        """Return the shape of the latent of an image or a video."""
+        width, height, *length = size
+        frames = [(number - 1) // self.frames + 1 for number in length]
+        return [1, self.channels, *frames, height // self.pixels, width // self.pixels]
+
+
 _FLUX_BLOCKS = r"^(double|single)_blocks\.\d+\.((img|txt)_(attn|mlp)|linear[12])\."
 _FLUX_ADAPTED = r"^(double|single)_blocks\.\d+\.(img_attn\.qkv|linear1)\."
 _LTX2_TEXT = Text(tokens=120, width=3840, negative=20, entries={"unprocessed_ltxav_embeds": True})
@@ -126,6 +149,14 @@ MODELS = {
     "ltx2_video": Model(_LTX2_TEXT, **_LTX2),
 }
 
+VAES = {
+    "kl": Vae("kl", channels=4, pixels=8),
+    "wan_vae": Vae("wan", channels=16, pixels=8, frames=4),
+    "ltx2_vae": Vae("ltx2", channels=128, pixels=32, frames=8),
+    "hunyuan_vae": Vae("hunyuan", channels=16, pixels=8, frames=4),
+    "hunyuan15_vae": Vae("hunyuan15", channels=32, pixels=16, frames=4),
+}
+
 
 def base_of(model: str) -> str:
     """Return the model that another one is, quantised."""
@@ -145,13 +176,14 @@ def name_of(model: str) -> str:
     return base_of(model).partition("@")[0]
 
 
-def depth_of(model: str) -> int | None:
-    """Return how many blocks of each kind a name asks for; None if as many as usual."""
-    return int(base_of(model).partition("@")[2] or 0) or None
+def depth_of(model: str) -> int | str | None:
+    """Return how many blocks of each kind a name asks for, or "whole"; None if as many as usual."""
+    depth = base_of(model).partition("@")[2]
+    return int(depth) if depth.isdecimal() else depth or None
 
 
-def with_depth(model: str, depth: int | None) -> str:
-    """Return the name of a model with so many blocks of each kind, such as wan22@2-int8_tensorwise."""
+def with_depth(model: str, depth: int | str | None) -> str:
+    """Return the name of a model with so many blocks of each kind, such as wan22@2-int8_tensorwise or flux6@whole."""
     known = MODELS.get(name_of(model))
     if not depth or known is None or not known.has_depth:
         return model
@@ -165,4 +197,4 @@ def file_of(model: str) -> str:
 
 
 def sizes_of(model: str) -> tuple[Size, Size]:
-    return MODELS[name_of(model)].sizes if name_of(model) in MODELS else IMAGE_SIZES
+    return VAES[model].sizes if model in VAES else MODELS[name_of(model)].sizes

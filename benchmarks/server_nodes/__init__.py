@@ -29,20 +29,19 @@ class BenchConditioning:
 
 
 class BenchLatent:
-    """A random latent."""
+    """A random latent. `shape` is a list of numbers, as JSON."""
 
     @classmethod
     def INPUT_TYPES(cls):
-        whole = ("INT", {"default": 0, "max": 1 << 20})
-        return {"required": {"width": whole, "height": whole, "seed": whole}}
+        return {"required": {"shape": ("STRING", {}), "seed": ("INT", {"default": 0, "max": 1 << 20})}}
 
     RETURN_TYPES = ("LATENT",)
     FUNCTION = "make"
     CATEGORY = "benchmarks"
 
-    def make(self, width, height, seed):
+    def make(self, shape, seed):
         generator = torch.Generator().manual_seed(seed)
-        return ({"samples": torch.randn(1, 4, height // 8, width // 8, generator=generator)},)
+        return ({"samples": torch.randn(*json.loads(shape), generator=generator)},)
 
 
 class BenchSound:

@@ -235,15 +235,20 @@ class GraphSupply:
         if region is None:
             return Reason(ReasonCode.SIZES_UNCLEAR)
         device = self._kinds.target.device
-        try:
-            request = GraphRequest.of_chunk(miss.signature, miss.shapes, region, kind.fingerprint, device)
-        except ValueError as error:
-            return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
-        self._check_cancelled()
-        self._settle(self._get(request), 1, 1)
-        self._on_change()
-        self._note([request])
-        return None if kind.has_resolved(miss) else Reason(ReasonCode.SIZES_OUTSIDE)
+        for any_length in (True, False):
+            try:
+                request = GraphRequest.of_chunk(
+                    miss.signature, miss.shapes, region, kind.fingerprint, device, any_length
+                )
+            except ValueError as error:
+                return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
+            self._check_cancelled()
+            self._settle(self._get(request), 1, 1)
+            self._on_change()
+            self._note([request])
+            if kind.has_resolved(miss):
+                return None
+        return Reason(ReasonCode.SIZES_OUTSIDE)
 
     def _provide_branch(self, kind: RegionKind, miss: Miss) -> Reason | None:
         """Provide a graph that is traced at the call's own sizes, for code that takes another branch there."""

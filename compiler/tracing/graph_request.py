@@ -93,13 +93,15 @@ class GraphRequest:
         region: Region,
         fingerprint: str,
         device: torch.device,
+        any_length: bool = True,
     ) -> GraphRequest:
         """Return the request for calls of a block that keeps frames, with all chunks of a video like this one.
 
         The picture's sides and the chunk's frames are symbols. How many frames were kept is fixed: what the code does
-        follows from it. So is the batch, which is one video: a step of noise is for one only.
+        follows from it. So is the batch, which is one video: a step of noise is for one only. Without `any_length`,
+        only the sides are symbols: for chunks so short that the code does something else.
         """
-        inputs = _chunk_inputs(shapes)
+        inputs = _chunk_inputs(shapes, any_length)
         return cls._described(region.label, region.module, fingerprint, signature.text, inputs, device)
 
     def note(self) -> dict[str, Any]:
@@ -157,24 +159,36 @@ _CHUNKS = ((40, 56), (72, 104))
 """Height and width by which chunks of videos are traced. They divide by 8."""
 
 
-def _chunk_inputs(shapes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+def _chunk_inputs(
+    shapes: Sequence[Sequence[int]], any_length: bool = True
+) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """Return example sizes for a chunk, which is the first input with 5 dimensions, and for what comes with it."""
     chunk = next((shape for shape in shapes if len(shape) == 5), (1,) * 5)
-    ways = [[_with_sides(shape, chunk, *sides) for shape in shapes] for sides in _CHUNKS]
-    return next((inputs for inputs in ways if not _has_side(inputs, chunk[2])), ways[0])
+    length = _example_length(chunk[2]) if any_length and chunk[2] > 1 else None
+    ways = [[_with_sides(shape, chunk, length, *sides) for shape in shapes] for sides in _CHUNKS]
+    return next((inputs for inputs in ways if not _has_side(inputs, length)), ways[0])
+
+
+def _example_length(frames: int) -> int:
+    """Return how many frames a chunk has while it is traced.
+
+    A length of 2 is that of the frames which blocks keep, and Inductor then takes one for the other: on a GPU it made
+    graphs for 2 frames only, without a guard. Halves of an even length stay whole, and so do quarters and eighths.
+    """
+    return 16 + frames % 8
 
 
 def _with_sides(
-    shape: Sequence[int], chunk: Sequence[int], height: int, width: int
+    shape: Sequence[int], chunk: Sequence[int], length: int | None, height: int, width: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    symbols = {2: chunk[2]} if shape is chunk and chunk[2] > 1 else {}
+    symbols = {2: length} if shape is chunk and length is not None else {}
     if len(shape) == 5:
         symbols |= _in_proportion(3, shape, chunk, height) | _in_proportion(4, shape, chunk, width)
     sizes = tuple(symbols.get(axis, size) for axis, size in enumerate(shape))
     return sizes, tuple(axis in symbols for axis in range(len(shape)))
 
 
-def _has_side(inputs: Sequence[tuple[Sequence[int], Sequence[bool]]], frames: int) -> bool:
+def _has_side(inputs: Sequence[tuple[Sequence[int], Sequence[bool]]], frames: int | None) -> bool:
     """Whether a map has a side of this length. Tracing would take it and the number of frames for one size."""
     return any(frames in shape[3:] and any(symbols[3:]) for shape, symbols in inputs)
 
@@ -186,12 +200,14 @@ def _in_proportion(axis: int, shape: Sequence[int], chunk: Sequence[int], side: 
     own, other = shape[axis], chunk[axis]
     if other < 3:  # too short to tell twice as long from two longer
         return {}
-    if own == 1:  # one value for the whole map, such as a step of noise
+    if own < 2:  # none, or one value for the whole map, such as a step of noise
         return {}
     times, padding = divmod(own, other)
     if times and 0 < padding < MAX_PADDING:
         return {axis: times * side + padding}
-    if 0 < own < other < own + MAX_PADDING and other % own:
+    if own < other < own + MAX_PADDING and other % own:
         return {axis: side + own - other}
+    if own % other and other % own:
+        return {}
     size, rest = divmod(side * own, other)
     return {axis: size} if size > 1 and not rest else {}

@@ -30,7 +30,7 @@ PATCH = 16
 """The sides of a picture that is made of pixels divide by this. Some checkpoints of Chroma Radiance bear no others."""
 MASK = "attention_mask"
 LYRICS = "conditioning_lyrics"
-CHUNKED = {"decode": (1, 5), "encode": (1, 21, 25)}
+CHUNKED = {"decode": (1, 2, 5, 6), "encode": (1, 21, 25)}
 """Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
 CARRIED = {"decode": (1, 2, 5, 6), "encode": (1, 5, 17)}
 """The same for VAEs that hand frames on."""

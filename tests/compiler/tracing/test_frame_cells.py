@@ -276,7 +276,7 @@ def test_a_map_keeps_its_proportion_to_the_chunk():
     shapes = [(2, 8, 7, 10, 6), (2, 8, 2, 20, 12), (2, 8, 1, 5, 3), (2,)]
     (chunk, symbols), (wide, of_wide), (narrow, _), step = _chunk_inputs(shapes)
     height, width = chunk[3:]
-    assert chunk == (2, 8, 7, height, width)
+    assert chunk == (2, 8, 23, height, width)
     assert symbols == (False, False, True, True, True)
     assert wide == (2, 8, 2, 2 * height, 2 * width)
     assert of_wide == (False, False, False, True, True)
