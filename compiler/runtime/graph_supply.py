@@ -141,6 +141,10 @@ class GraphSupply:
             raise CannotCallAhead(one_line(error)) from error
         self._counters.add("seconds", time.perf_counter() - start)
         self._known[name] = [request.without_module() for request in requests]
+        self._get_all([request for request in requests if not request.is_for_short_chunk], on_progress)
+        self._get_all([request for request in requests if request.is_for_short_chunk], on_progress)
+
+    def _get_all(self, requests: Iterable[GraphRequest], on_progress: OnProgress) -> None:
         missing = [request for request in requests if self._is_missing(request)]
         if missing:
             on_progress(Progress(0, len(missing), "", "", 0.0))
@@ -234,14 +238,14 @@ class GraphSupply:
         region = self._kinds.region_of(kind.fingerprint)
         if region is None:
             return Reason(ReasonCode.SIZES_UNCLEAR)
-        device = self._kinds.target.device
-        for any_length in (True, False):
-            try:
-                request = GraphRequest.of_chunk(
-                    miss.signature, miss.shapes, region, kind.fingerprint, device, any_length
-                )
-            except ValueError as error:
-                return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
+        named = miss.signature, miss.shapes, region, kind.fingerprint, self._kinds.target.device
+        try:
+            requests = [GraphRequest.of_chunk(*named, any_length) for any_length in (True, False)]
+        except ValueError as error:
+            return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
+        if requests[-1].is_for_short_chunk and kind.graphs_of(miss.signature.text):
+            requests = requests[-1:]  # there is a graph for longer ones
+        for request in requests:
             self._check_cancelled()
             self._settle(self._get(request), 1, 1)
             self._on_change()

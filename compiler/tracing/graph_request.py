@@ -45,6 +45,14 @@ class GraphRequest:
             for shape, symbols in zip(self.hints, self.symbolic, strict=True)
         ]
 
+    @property
+    def is_for_short_chunk(self) -> bool:
+        """Whether it is for chunks of one short length of a video, which a graph for any length may serve as well."""
+        length, is_symbol = next(
+            ((shape[2], symbols[2]) for shape, symbols in zip(self.hints, self.symbolic) if len(shape) == 5), (1, False)
+        )
+        return self.signature.is_chunk and not is_symbol and 1 < length <= SHORT_CHUNK
+
     def without_module(self) -> GraphRequest:
         """Return a copy that keeps no model alive."""
         return replace(self, module=nn.Module())
@@ -153,6 +161,8 @@ class GraphRequest:
         )
 
 
+SHORT_CHUNK = 3
+"""A chunk of so few frames may be too short for a convolution over time, and the block's code then does without."""
 MAX_PADDING = 9
 """A map whose side is that of the chunk, or some times as long, and fewer rows besides is padded."""
 _CHUNKS = ((40, 56), (72, 104))

@@ -85,8 +85,8 @@ def discover_requests(
     requests: dict[Hashable, GraphRequest] = {}
     for region, fingerprint in regions.items():
         for chunk in (one for one in second[region.path] if one.signature.is_chunk):
-            request = GraphRequest.of_chunk(chunk.signature, chunk.shapes, region, fingerprint, chunk.device)
-            requests.setdefault((fingerprint, chunk.signature.text, _fixed_sizes(request)), request)
+            for request in _chunk_requests(chunk, region, fingerprint):
+                requests.setdefault((fingerprint, chunk.signature.text, _fixed_sizes(request)), request)
         for one, other in zip(first[region.path], second[region.path], strict=False):
             one, other = _with_sizes(one, other)
             if one.signature.is_chunk:
@@ -95,6 +95,15 @@ def discover_requests(
                 if request := _request(region, fingerprint, one, other):
                     requests.setdefault((fingerprint, one.signature.text, _fixed_sizes(request)), request)
     return list(requests.values())
+
+
+def _chunk_requests(chunk: _ObservedCall, region: Region, fingerprint: str) -> list[GraphRequest]:
+    """Return the request for chunks like this one, of any length, and if it is short the one for its own length."""
+    any_length, its_length = (
+        GraphRequest.of_chunk(chunk.signature, chunk.shapes, region, fingerprint, chunk.device, is_any)
+        for is_any in (True, False)
+    )
+    return [any_length, its_length] if its_length.is_for_short_chunk else [any_length]
 
 
 def _fixed_sizes(request: GraphRequest) -> tuple:

@@ -194,6 +194,44 @@ def test_a_block_may_return_nothing_and_keep_what_it_was_given(registry):
     assert made.counters.eager_calls == {}
 
 
+def ahead_of(network, registry, lengths):
+    """Compile ahead for chunks of these lengths, each of which begins a video."""
+
+    def probe(weightless, at):
+        for length in lengths:
+            video(weightless, (length,), (1, at.height, at.width), ends=False)
+
+    return compile_network(network, registry, host=KeepingHost(), probe=probe)
+
+
+def test_a_short_chunk_gets_a_graph_of_its_length_ahead_if_its_code_differs(registry):
+    network, plain = Network(Waits), Network(Waits)
+    plain.load_state_dict(network.state_dict())
+    made = ahead_of(network, registry, (2, 9))
+    with totals.expect(compiles=0, retired=0):
+        for length in (9, 2, 10):
+            assert_equal(video(network, (length,), ends=False), video(plain, (length,), ends=False))
+    assert made.counters.eager_calls == {}
+
+
+def test_a_short_chunk_gets_no_graph_of_its_length_if_its_code_is_the_same(network, registry):
+    made = ahead_of(network, registry, (2, 3))
+    assert len(made.graphs()) == 1
+    with totals.expect(compiles=0, retired=0):
+        for length in (2, 3, 8):
+            assert_equal(video(network, (length,), ends=False), eager(network, (length,), ends=False))
+
+
+def test_a_short_chunk_that_was_not_foreseen_gets_a_graph_when_it_comes(registry):
+    network, plain = Network(Waits), Network(Waits)
+    plain.load_state_dict(network.state_dict())
+    made = ahead_of(network, registry, (9,))
+    for expected in (1, 0):
+        with totals.expect(compiles=expected, retired=0):
+            assert_equal(video(network, (2,), ends=False), video(plain, (2,), ends=False))
+    assert made.counters.eager_calls == {}
+
+
 def test_frames_that_are_kept_do_not_keep_their_chunk(network, registry):
     compiled(network, registry, verify=False)
     network(torch.randn(1, WIDTH, 7, 5, 6))
@@ -291,8 +329,20 @@ def test_sides_without_a_proportion_are_fixed():
     assert _chunk_inputs([(4, 8)]) == [((4, 8), (False, False))]
 
 
-@pytest.mark.parametrize("frames", [2, 5, 9, 20, 40, 42, 56, 58, 72, 74, 80, 104, 106])
+@pytest.mark.parametrize("frames", range(2, 30))
 def test_no_two_sizes_of_a_chunk_are_alike(frames):
     """Tracing takes equal sizes for one."""
-    (chunk, _), (padded, _) = _chunk_inputs([(1, 8, frames, 11, 13), (1, 8, 2, 13, 15)])
-    assert len({*chunk[2:], *padded[3:]}) == 5
+    (chunk, _), (padded, _), (half, _) = _chunk_inputs([(1, 8, frames, 12, 14), (1, 8, 2, 14, 16), (1, 8, 2, 6, 7)])
+    assert len({*chunk[2:], *padded[3:], *half[3:]}) == 7
+
+
+@pytest.mark.parametrize("frames", range(2, 30))
+def test_a_chunk_is_traced_at_more_frames_than_any_block_keeps(frames):
+    """Its length divides by 2, 4 and 8 as the call's own does."""
+    ((chunk, symbols),) = _chunk_inputs([(1, 8, frames, 12, 14)])
+    assert chunk[2] > 8
+    assert (chunk[2] - frames) % 8 == 0
+    assert symbols[2]
+    ((chunk, symbols),) = _chunk_inputs([(1, 8, frames, 12, 14)], any_length=False)
+    assert chunk[2] == frames
+    assert symbols == (False, False, False, True, True)
