@@ -30,9 +30,10 @@ _PATCH = Explanation(
     "有节点改变了这些块内部的计算。连接它时，这些块不编译运行。",
 )
 _ATTENTION_PATCH = Explanation(
-    "A node changes what goes into attention, as HyperTile, token merging and hypernetworks do, or what Wan has after "
-    "it, as InfiniteTalk does. The blocks that it reaches run uncompiled while it is connected.",
-    "有节点改变了注意力的输入，例如 HyperTile、token merging 和 hypernetwork，"
+    "A node changes what goes into attention, as HyperTile, token merging, hypernetworks and ControlNet-LLLite "
+    "do, or what Wan has after it, as InfiniteTalk does. The blocks that it reaches run uncompiled while it is "
+    "connected.",
+    "有节点改变了注意力的输入，例如 HyperTile、token merging、hypernetwork 和 ControlNet-LLLite，"
     "或 Wan 注意力之后的结果，例如 InfiniteTalk。连接它时，它作用到的块不编译运行。",
 )
 _OPTION = Explanation(
