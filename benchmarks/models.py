@@ -271,7 +271,7 @@ def patcher(name: str, dtype: torch.dtype, depth: int | str | None = None):
 
 def _layers(name: str, depth: int | str) -> dict[str, int]:
     if depth == "whole":
-        return dict(zip(LAYERS[name], WHOLE[name], strict=True)) if name in WHOLE else {}
+        return dict(zip(LAYERS[name], WHOLE[name], strict=True))
     return dict.fromkeys(LAYERS[name], depth)
 
 

@@ -1,6 +1,6 @@
 """Whole prompts in a real ComfyUI server with its own default flags: seconds, memory, LoRAs, eviction, restarts.
 
-    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N]
+    python benchmarks/server.py --comfyui CHECKOUT [--home FOLDER] [--steps 20] [--pause 0] [--depth N|whole]
         [--sizes SIZE,OTHER] [--again 4] [--long STEPS] [--no-lora] [--encode] [--control]
         [--attention NAME] [--backend inductor] [--json FILE] RUN ...
 
@@ -14,12 +14,12 @@ A RUN is MODEL:WAYS[:FLAGS]. MODEL is one of these:
 
     kl, wan_vae, ltx2_vae, hunyuan_vae, hunyuan15_vae: a decode, of images of SDXL or of videos
 
-All but sdxl are in bf16, every layer has its real width, and the weights are at most 11.5 GiB. --depth gives all but
-sdxl another number of blocks of each kind, and --depth whole all that people have, up to 38 GiB. A format after the
-model quantises the attention and feed-forward matrices of its blocks, and of sdxl and flux6 all matrices of the blocks:
-flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if HOME/custom_nodes has ComfyUI-GGUF and Python has
-gguf. One server takes WAYS in turn, with commas between: eager, ours (Compile Model or VAE Speedup), branch (ours with
-`lora_branch`: LoRAs beside quantised weights) and core (TorchCompileModel).
+The models but sdxl are in bf16, every layer has its real width, and the weights are at most 11.5 GiB. --depth gives
+all but sdxl another number of blocks of each kind, and --depth whole all that people have, up to 38 GiB. A format
+after the model quantises the attention and feed-forward matrices of its blocks, and of sdxl and flux6 all matrices of
+the blocks: flux6-float8_e4m3fn, flux6-int8_tensorwise, or flux6-gguf_Q4_K if HOME/custom_nodes has ComfyUI-GGUF and
+Python has gguf. One server takes WAYS in turn, with commas between: eager, ours (Compile Model or VAE Speedup),
+branch (ours with `lora_branch`: LoRAs beside quantised weights) and core (TorchCompileModel).
 FLAGS are ComfyUI's, with + between: sdxl:eager,ours:vram-headroom=75+fast-disk. Each RUN starts a server. Graphs and
 weights stay in --home, so a second RUN of `ours` is one after a restart.
 
@@ -138,6 +138,8 @@ def main() -> None:
             parser.error(f"--encode is for z_image and qwen_image, not for {model}")
         if options.control and model != "sdxl":
             parser.error(f"--control is for sdxl, not for {model}")
+        if options.sizes and any(len(size) != len(sizes_of(model)[0]) for size in options.sizes):
+            parser.error(f"--sizes of {model} are like those of {sizes_of(model)}")
         model = with_depth(model, options.depth)
         make_missing(options, model)
         if options.encode:
@@ -196,16 +198,16 @@ def prompts(options: argparse.Namespace, server: ComfyServer, model: str, way: s
     size, other_size = options.sizes or sizes_of(model)
 
     def kept(of: str, way: str, seed: int, size: Size, lora: float | None, steps: int) -> Path:
-        extras = {"encoded": options.encode, "controlled": options.control, options.attention: options.attention}
-        asked = [name for name, is_asked in extras.items() if is_asked]
+        named = {"encoded": options.encode, "controlled": options.control, options.attention: options.attention}
+        asked = [name for name, is_asked in named.items() if is_asked]
         parts = (of, way, seed, f"{steps}steps", "x".join(map(str, size)), lora, *asked)
         return options.home / f"{'-'.join(str(part) for part in parts if part is not None)}.pt"
 
     def run(seed: int, size: Size = size, lora: float | None = None, steps: int = options.steps) -> dict[str, Any]:
         path = kept(model, way, seed, size, lora, steps)
         build = vae_prompt if model in VAES else model_prompt
-        extras = (options.encode, options.control, options.attention)
-        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, *extras)
+        extras = {"encodes": options.encode, "controlled": options.control, "attention": options.attention}
+        wanted = Wanted(model, way, seed, steps, size, path, lora, options.backend, **extras)
         made = run_prompt(server, build(wanted))
         differences = {
             "differs": difference(path, kept(model, "eager", seed, size, lora, steps)),

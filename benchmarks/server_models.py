@@ -52,6 +52,8 @@ class Model:
     """Whether the latent has a part for the sound."""
     has_depth: bool = True
     """Whether it is a list of blocks, which can be shorter. A UNet is not."""
+    is_shortened: bool = True
+    """Whether it has fewer blocks than people have, unless a depth is asked for."""
     dtype: str = "bfloat16"
     network: str | None = None
     """The name in `models.CONFIGS`, if that is another one."""
@@ -115,6 +117,7 @@ MODELS = {
         cfg=1.0,
         quantised=r"^(layers|noise_refiner|context_refiner)\.\d+\.(attention|feed_forward)\.",
         adapted=r"^layers\.\d+\.attention\.qkv\.",
+        is_shortened=False,
     ),
     "qwen_image": Model(
         Text(tokens=210, width=3584, negative=46, encoder="qwen_image"),
@@ -125,6 +128,7 @@ MODELS = {
     ),
     "klein": Model(
         Text(tokens=512, width=7680, has_mask=True),
+        is_shortened=False,
         latent="EmptyFlux2LatentImage",
         cfg=1.0,
         quantised=_FLUX_BLOCKS,
@@ -185,7 +189,7 @@ def depth_of(model: str) -> int | str | None:
 def with_depth(model: str, depth: int | str | None) -> str:
     """Return the name of a model with so many blocks of each kind, such as wan22@2-int8_tensorwise or flux6@whole."""
     known = MODELS.get(name_of(model))
-    if not depth or known is None or not known.has_depth:
+    if not depth or known is None or not known.has_depth or (depth == "whole" and not known.is_shortened):
         return model
     return model.replace(base_of(model), f"{base_of(model)}@{depth}", 1)
 

@@ -142,12 +142,15 @@ class GraphSupply:
         self._counters.add("seconds", time.perf_counter() - start)
         self._known[name] = [request.without_module() for request in requests]
         self._get_all([request for request in requests if not request.is_for_short_chunk], on_progress)
-        self._get_all([request for request in requests if request.is_for_short_chunk], on_progress)
+        # Most short chunks have a graph by now: one for any length. Without that one, they stay uncompiled like others.
+        short = (request for request in requests if request.is_for_short_chunk)
+        self._get_all([each for each in short if each.signature.text not in self._refusals_of(each)], on_progress)
 
     def _get_all(self, requests: Iterable[GraphRequest], on_progress: OnProgress) -> None:
         missing = [request for request in requests if self._is_missing(request)]
-        if missing:
-            on_progress(Progress(0, len(missing), "", "", 0.0))
+        if not missing:
+            return
+        on_progress(Progress(0, len(missing), "", "", 0.0))
         outcomes = self._cache.get_or_compile_all(missing, self._requester, self._is_beside, self._check_cancelled)
         for done, outcome in enumerate(outcomes):
             on_progress(self._settle(outcome, done + 1, len(missing)))
@@ -204,8 +207,7 @@ class GraphSupply:
         for request in requests:
             if request.signature.is_chunk:  # each asks for its own, at its own batch
                 continue
-            refused = self._kinds.of(request.fingerprint).refusals
-            if request.signature.text not in refused and self._is_missing(request):
+            if request.signature.text not in self._refusals_of(request) and self._is_missing(request):
                 self._check_cancelled()
                 self._settle(self._get(request), 1, 1)
         self._on_change()
@@ -238,13 +240,16 @@ class GraphSupply:
         region = self._kinds.region_of(kind.fingerprint)
         if region is None:
             return Reason(ReasonCode.SIZES_UNCLEAR)
-        named = miss.signature, miss.shapes, region, kind.fingerprint, self._kinds.target.device
+        device, known = self._kinds.target.device, kind.graphs_of(miss.signature.text)
         try:
-            requests = [GraphRequest.of_chunk(*named, any_length) for any_length in (True, False)]
+            any_length, its_length = (
+                GraphRequest.of_chunk(miss.signature, miss.shapes, region, kind.fingerprint, device, is_any)
+                for is_any in (True, False)
+            )
         except ValueError as error:
             return Reason(ReasonCode.SIZES_UNCLEAR, one_line(error))
-        if requests[-1].is_for_short_chunk and kind.graphs_of(miss.signature.text):
-            requests = requests[-1:]  # there is a graph for longer ones
+        has_longer = any(entry.graph.spec.has_fixed_sizes(miss.shapes) for entry in known)
+        requests = [its_length] if its_length.is_for_short_chunk and has_longer else [any_length, its_length]
         for request in requests:
             self._check_cancelled()
             self._settle(self._get(request), 1, 1)
@@ -252,6 +257,8 @@ class GraphSupply:
             self._note([request])
             if kind.has_resolved(miss):
                 return None
+            if self._met_another or any_length.sizes == its_length.sizes:
+                break
         return Reason(ReasonCode.SIZES_OUTSIDE)
 
     def _provide_branch(self, kind: RegionKind, miss: Miss) -> Reason | None:
@@ -294,7 +301,8 @@ class GraphSupply:
         if len(self._known) != 1 or "" in self._known:
             return
         ((name, known),) = self._known.items()
-        notes, counts = [request.note() for request in known], Counter(request.fingerprint for request in known)
+        notes = [request.note() for request in known]
+        counts = Counter(request.fingerprint for request in known if not request.is_for_short_chunk)
         for request in requests:
             has_graph = self._kinds.of(request.fingerprint).graphs_of(request.signature.text)
             if has_graph and request.note() not in notes and counts[request.fingerprint] < MAX_NOTED:
@@ -379,6 +387,9 @@ class GraphSupply:
         except ValueError as error:
             log.warning("A graph of %s that a file lists makes no sense here: %s.", region.path, error)
             return None
+
+    def _refusals_of(self, request: GraphRequest) -> Mapping[str, Reason]:
+        return self._kinds.of(request.fingerprint).refusals
 
     def _is_missing(self, request: GraphRequest) -> bool:
         kind = self._kinds.of(request.fingerprint)

@@ -47,11 +47,10 @@ class GraphRequest:
 
     @property
     def is_for_short_chunk(self) -> bool:
-        """Whether it is for chunks of one short length of a video, which a graph for any length may serve as well."""
-        length, is_symbol = next(
-            ((shape[2], symbols[2]) for shape, symbols in zip(self.hints, self.symbolic) if len(shape) == 5), (1, False)
-        )
-        return self.signature.is_chunk and not is_symbol and 1 < length <= SHORT_CHUNK
+        """Whether it is for chunks of 2 or of 3 frames only. A graph for any length may serve these chunks, too."""
+        inputs = zip(self.hints, self.symbolic, strict=True)
+        length, is_symbol = next(((shape[2], symbols[2]) for shape, symbols in inputs if len(shape) == 5), (1, False))
+        return self.signature.is_chunk and not is_symbol and 1 < length <= MAX_SHORT_CHUNK
 
     def without_module(self) -> GraphRequest:
         """Return a copy that keeps no model alive."""
@@ -161,8 +160,10 @@ class GraphRequest:
         )
 
 
-SHORT_CHUNK = 3
+MAX_SHORT_CHUNK = 3
 """A chunk of so few frames may be too short for a convolution over time, and the block's code then does without."""
+_LENGTH = 22
+"""The frames of a chunk while it is traced, or one more. No side of a map has that length meanwhile."""
 MAX_PADDING = 9
 """A map whose side is that of the chunk, or some times as long, and fewer rows besides is padded."""
 _CHUNKS = ((40, 56), (72, 104))
@@ -173,32 +174,41 @@ def _chunk_inputs(
     shapes: Sequence[Sequence[int]], any_length: bool = True
 ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """Return example sizes for a chunk, which is the first input with 5 dimensions, and for what comes with it."""
-    chunk = next((shape for shape in shapes if len(shape) == 5), (1,) * 5)
-    length = _example_length(chunk[2]) if any_length and chunk[2] > 1 else None
-    ways = [[_with_sides(shape, chunk, length, *sides) for shape in shapes] for sides in _CHUNKS]
-    return next((inputs for inputs in ways if not _has_side(inputs, length)), ways[0])
+    place = next((i for i, shape in enumerate(shapes) if len(shape) == 5), None)
+    if place is None:
+        return [(tuple(shape), (False,) * len(shape)) for shape in shapes]
+    chunk, others = shapes[place], [*shapes[:place], *shapes[place + 1 :]]
+    length = _example_length(chunk[2], others) if any_length and chunk[2] > 1 else None
+    lengths = [length if i == place else None for i in range(len(shapes))]
+    ways = [
+        [_with_sides(shape, own, chunk, *sides) for shape, own in zip(shapes, lengths, strict=True)]
+        for sides in _CHUNKS
+    ]
+    return next((inputs for inputs in ways if not _has_side(inputs, length or chunk[2])), ways[0])
 
 
-def _example_length(frames: int) -> int:
-    """Return how many frames a chunk has while it is traced.
+def _example_length(frames: int, others: Sequence[Sequence[int]]) -> int:
+    """Return how many frames a chunk has while it is traced: as even or odd as its own, and more than a block keeps.
 
-    A length of 2 is that of the frames which blocks keep, and Inductor then takes one for the other: on a GPU it made
-    graphs for 2 frames only, without a guard. Halves of an even length stay whole, and so do quarters and eighths.
+    Blocks keep two frames, and Inductor may take a chunk's length for their number. A graph for a GPU that was traced
+    with chunks of two frames failed where a chunk had 21. A map as long as the chunk keeps the chunk's own length.
     """
-    return 16 + frames % 8
+    comes_with_map = any(len(shape) == 5 and shape[2] == frames for shape in others)
+    return frames if frames > MAX_SHORT_CHUNK and comes_with_map else _LENGTH + frames % 2
 
 
 def _with_sides(
-    shape: Sequence[int], chunk: Sequence[int], length: int | None, height: int, width: int
+    shape: Sequence[int], length: int | None, chunk: Sequence[int], height: int, width: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    symbols = {2: length} if shape is chunk and length is not None else {}
+    """Return an input's example sizes, and which are symbols. With a `length`, its frames are one."""
+    symbols = {} if length is None else {2: length}
     if len(shape) == 5:
         symbols |= _in_proportion(3, shape, chunk, height) | _in_proportion(4, shape, chunk, width)
     sizes = tuple(symbols.get(axis, size) for axis, size in enumerate(shape))
     return sizes, tuple(axis in symbols for axis in range(len(shape)))
 
 
-def _has_side(inputs: Sequence[tuple[Sequence[int], Sequence[bool]]], frames: int | None) -> bool:
+def _has_side(inputs: Sequence[tuple[Sequence[int], Sequence[bool]]], frames: int) -> bool:
     """Whether a map has a side of this length. Tracing would take it and the number of frames for one size."""
     return any(frames in shape[3:] and any(symbols[3:]) for shape, symbols in inputs)
 

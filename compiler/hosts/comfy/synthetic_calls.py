@@ -40,7 +40,7 @@ VIDEOS = {
 }
 """Frames, height and width of videos, of latents and of pixels, that VAEs with cells cut into chunks. How they do that
 depends on the GPU's memory. Short and large videos have chunks that others have not: a block's first may be its last.
-On a large GPU these five serve 3 to 16 latents of 1280x704 and of 1920x1088, but for 11 of the latter."""
+On a large GPU these five serve 2 to 16 latents of 1280x704, and 3 to 16 of 1920x1088 but for 10 and 11."""
 TOKENS = "num_tokens"
 """Lumina 2, OmniGen 2 and Mochi are told how many tokens of the text to use."""
 GUIDES, GUIDE_PLACES = "guide_attention_entries", "keyframe_idxs"

@@ -222,6 +222,28 @@ def test_a_short_chunk_gets_no_graph_of_its_length_if_its_code_is_the_same(netwo
             assert_equal(video(network, (length,), ends=False), eager(network, (length,), ends=False))
 
 
+def test_short_chunks_stay_uncompiled_with_the_longer_ones(registry):
+    class Refuses(Causal):
+        def forward(self, x):
+            return self.conv(torch.cat([x, x], dim=2)) if x.shape[2] < 4 else self.conv(x + torch.rand_like(x))
+
+    network = Network(Refuses)
+    made = ahead_of(network, registry, (2, 9))
+    assert made.graphs() == []
+    with totals.expect(compiles=0):
+        video(network, (2, 9), ends=False)
+    assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.RANDOM}
+
+
+def test_a_graph_for_one_frame_is_none_for_longer_chunks(network, registry):
+    """A short chunk then gets one for any length."""
+    made = ahead_of(network, registry, (1,))
+    with totals.expect(compiles=1, retired=0):
+        for length in (2, 3, 8):
+            assert_equal(video(network, (length,), ends=False), eager(network, (length,), ends=False))
+    assert made.counters.eager_calls == {}
+
+
 def test_a_short_chunk_that_was_not_foreseen_gets_a_graph_when_it_comes(registry):
     network, plain = Network(Waits), Network(Waits)
     plain.load_state_dict(network.state_dict())
@@ -329,20 +351,30 @@ def test_sides_without_a_proportion_are_fixed():
     assert _chunk_inputs([(4, 8)]) == [((4, 8), (False, False))]
 
 
-@pytest.mark.parametrize("frames", range(2, 30))
-def test_no_two_sizes_of_a_chunk_are_alike(frames):
+@pytest.mark.parametrize("any_length", [True, False])
+@pytest.mark.parametrize("frames", [2, 3, 5, 9, 10, 14, 20, 28, 40, 42, 56, 58, 72, 74, 104, 106])
+def test_no_two_sizes_of_a_chunk_are_alike(frames, any_length):
     """Tracing takes equal sizes for one."""
-    (chunk, _), (padded, _), (half, _) = _chunk_inputs([(1, 8, frames, 12, 14), (1, 8, 2, 14, 16), (1, 8, 2, 6, 7)])
-    assert len({*chunk[2:], *padded[3:], *half[3:]}) == 7
+    shapes = [(1, 8, frames, 12, 16), (1, 8, 2, 14, 18), (1, 8, 2, 6, 8), (1, 8, 2, 3, 4)]
+    (chunk, _), *others = _chunk_inputs(shapes, any_length)
+    assert len({*chunk[2:], *(side for sizes, _ in others for side in sizes[3:])}) == 9
 
 
-@pytest.mark.parametrize("frames", range(2, 30))
+@pytest.mark.parametrize("frames", [2, 3, 4, 21, 40])
 def test_a_chunk_is_traced_at_more_frames_than_any_block_keeps(frames):
-    """Its length divides by 2, 4 and 8 as the call's own does."""
     ((chunk, symbols),) = _chunk_inputs([(1, 8, frames, 12, 14)])
     assert chunk[2] > 8
-    assert (chunk[2] - frames) % 8 == 0
-    assert symbols[2]
+    assert chunk[2] % 2 == frames % 2
+    assert symbols == (False, False, True, True, True)
     ((chunk, symbols),) = _chunk_inputs([(1, 8, frames, 12, 14)], any_length=False)
     assert chunk[2] == frames
     assert symbols == (False, False, False, True, True)
+
+
+def test_a_chunk_with_a_map_as_long_is_traced_at_its_own_length():
+    """Another number of frames would not fit the map, whose length stays as it is."""
+    (chunk, _), (other, symbols) = _chunk_inputs([(1, 8, 9, 12, 14), (1, 8, 9, 12, 14)])
+    assert (chunk[2], other[2]) == (9, 9)
+    assert not symbols[2]
+    (chunk, _), (kept, _) = _chunk_inputs([(1, 8, 2, 12, 14), (1, 8, 2, 12, 14)])
+    assert chunk[2] > kept[2] == 2

@@ -19,5 +19,5 @@ CHUNK = (1, 8, 4, 6, 10)
 )
 def test_sides_of_what_comes_with_a_chunk_follow_it(shape, sizes, symbols):
     chunk, other = _chunk_inputs([CHUNK, shape])
-    assert chunk == ((1, 8, 20, 40, 56), (False, False, True, True, True))
+    assert chunk == ((1, 8, 22, 40, 56), (False, False, True, True, True))
     assert other == (sizes, tuple(axis in symbols for axis in range(len(shape))))
