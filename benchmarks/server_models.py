@@ -102,6 +102,7 @@ MODELS = {
         quantised=r"block",
         adapted=r"to_[qv]\.",
         has_depth=False,
+        is_shortened=False,
         dtype="float16",
     ),
     "flux6": Model(
