@@ -43,9 +43,28 @@ def has_layouts(weight: torch.Tensor) -> bool:
     return weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def stride_in(weight: torch.Tensor, memory_format: torch.memory_format) -> tuple[int, ...]:
-    """Return the stride in this memory format of a weight for which `has_layouts` is true."""
-    return torch.empty(weight.shape, device="meta", memory_format=memory_format).stride()
+def stride_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> tuple[int, ...]:
+    """Return the stride that a tensor of this shape has in a memory format."""
+    return torch.empty(tensor.shape, device="meta", memory_format=memory_format).stride()
+
+
+def has_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+    """Whether a tensor is in a memory format. In channels_last, the strides of its sizes of one count as well.
+
+    `is_contiguous` ignores them. But PyTorch chooses a convolution's format by them: with one odd stride, a map of one
+    frame was convolved into a contiguous one, and the graph stopped at its next kernel.
+    """
+    if not tensor.is_contiguous(memory_format=memory_format):
+        return False
+    return memory_format is torch.contiguous_format or tensor.stride() == stride_in(tensor, memory_format)
+
+
+def in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+    """Return a tensor in a memory format, as `has_format` has it. It is copied only if its values are in another order."""
+    ordered = tensor.contiguous(memory_format=memory_format)
+    if has_format(ordered, memory_format):
+        return ordered
+    return ordered.as_strided(ordered.shape, stride_in(ordered, memory_format))
 
 
 def unrepeated_stride(weight: torch.Tensor) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from ..common.timing import compare
 from ..common.torch_compat import pytree
 from ..common.weight_source import NetworkWeights
 from ..compile_cache.graph_cache import CacheEntry
+from ..identity.memory_format import in_format
 from ..tracing.frame_windows import AnyWindow, see
 from ..tracing.patch_ops import PatchFailed, WrongOutput, calling
 from .guards import Changed, ModuleGuard, WeightGuard
@@ -317,7 +318,7 @@ class RegionForward:
         originals = {}
         for i, memory_format in plan.relayout:
             originals[i] = inputs[i]
-            inputs[i] = inputs[i].contiguous(memory_format=memory_format)
+            inputs[i] = in_format(inputs[i], memory_format)
         outputs = plan.entry.graph(weights, inputs)
         for i in spec.mutated:
             if i in originals:

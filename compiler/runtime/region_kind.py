@@ -33,6 +33,7 @@ from ..identity.call_signature import (
 )
 from ..identity.fingerprint import Description
 from ..identity.graph_spec import MEMORY_FORMATS
+from ..identity.memory_format import has_format
 from ..identity.object_arguments import Dimension
 from ..tracing.frame_windows import WindowSizes
 
@@ -259,7 +260,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
     relayout = tuple(
         (i, fmt)
         for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True))
-        if not t.is_contiguous(memory_format=fmt)
+        if not has_format(t, fmt)
     )
     try:
         writes = spec.left_behind(shapes)

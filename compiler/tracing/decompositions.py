@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,8 +34,7 @@ class ForGPUs(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is F.interpolate:
-            # torch's decomposition returns contiguous data, and every sum with it would be contiguous too.
-            return laid_out(function(*args, **kwargs))
+            return _interpolate_on_gpu(*args, **kwargs)
         if function is F.group_norm:
             return _group_norm_on_gpu(*args, **kwargs)
         if function is F.gelu:
@@ -73,6 +73,32 @@ def literal_tensor(
     if step and all(type(v) is int and v == data[0] + i * step for i, v in enumerate(data)):
         return torch.arange(data[0], data[0] + len(data) * step, step, device=device).to(dtype)
     return torch.cat([torch.full((1,), value, dtype=dtype, device=device) for value in data])
+
+
+def _interpolate_on_gpu(
+    input: torch.Tensor,  # noqa: A002  torch's name
+    size: Any = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    if (
+        mode in ("nearest", "nearest-exact")
+        and input.device.type == "cuda"
+        and input.ndim in CHANNELS_LAST
+        and (factors := _powers_of_two(scale_factor, input.ndim - 2)) is not None
+    ):
+        return upsample_by_repeating(input, factors)
+    # torch's decomposition returns contiguous data, and every sum with it would be contiguous too.
+    return laid_out(F.interpolate(input, size, scale_factor, mode, *args, **kwargs))
+
+
+def _powers_of_two(factor: Any, count: int) -> list[int] | None:
+    """Return what each side is multiplied by, or None if these are other numbers: torch rounds a third."""
+    factors = [factor] * count if isinstance(factor, int | float) else factor or []
+    powers = [int(f) for f in factors if isinstance(f, int | float) and f >= 1 and math.frexp(f)[0] == 0.5]
+    return powers if len(powers) == len(factors) == count else None
 
 
 def _group_norm_on_gpu(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002  torch's name
@@ -136,6 +162,24 @@ def group_norm_by_channel(
         shift = shift + bias
     scale, shift = (_computed_once(factor).reshape(per_pixel) for factor in (scale, shift))
     return (wide * scale + shift).to(input.dtype)
+
+
+def upsample_by_repeating(input: torch.Tensor, factors: Sequence[int]) -> torch.Tensor:  # noqa: A002
+    """Compute `torch.nn.functional.interpolate(mode="nearest")` for whole factors.
+
+    input: [batch, channels, ..., width]; factors: one for each size but batch and channels. The result is in
+    channels_last on a GPU. torch's own decomposition multiplies each index by a quotient of two sizes. That is a symbolic float,
+    which kernels compute with slowly, and torch 2.11 refuses where it comes from a part of a map (a KeyError in its
+    pass `tensorify_python_scalars`).
+    """
+    sizes = input.shape[2:]
+    pixels = input.movedim(1, -1)
+    for dim in reversed(range(2, input.ndim)):
+        pixels = pixels.unsqueeze(dim)
+    pairs = chain.from_iterable(zip(sizes, factors, strict=True))
+    repeated = pixels.expand(input.shape[0], *pairs, input.shape[1])
+    larger = [size * factor for size, factor in zip(sizes, factors, strict=True)]
+    return laid_out(repeated.reshape(input.shape[0], *larger, input.shape[1]).movedim(-1, 1))
 
 
 def _by_channel(of_groups: torch.Tensor, grouped: tuple[int, int]) -> torch.Tensor:

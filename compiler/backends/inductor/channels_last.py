@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...common.torch_compat import is_mutable, returns_view
+from ...common.torch_compat import arguments_of, is_mutable, returns_view
 from .graph_edits import add_node
 
 CHANNELS_TO_END, AND_BACK = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]
@@ -30,10 +30,8 @@ _VIEWS_BY_STRIDES = (
     _aten.reshape.default,
     _aten.flatten.using_ints,
     _aten.contiguous.default,
-    _aten.to.dtype,
-    _aten.to.dtype_layout,
 )
-"""Operators that may return a view or a copy, or fail, depending on strides."""
+"""Operators that may return a view or a copy, or fail, depending on strides. With a memory format, others do, too."""
 
 
 def keep_channels_last(module: fx.GraphModule) -> int:
@@ -45,7 +43,7 @@ def keep_channels_last(module: fx.GraphModule) -> int:
     graph, count = module.graph, 0
     if not any(node.target in _CONVOLUTIONS for node in graph.nodes) or any(map(_writes_by_strides, graph.nodes)):
         return 0
-    if any(node.target is _aten.as_strided.default for node in graph.nodes):  # its strides are those of the export
+    if any(map(_reads_by_strides, graph.nodes)):
         return 0
     for node in graph.nodes:
         if node.target is _aten.view.default:  # which fails for strides that a map does not have in the export
@@ -70,9 +68,33 @@ def _writes_by_strides(node: fx.Node) -> bool:
     if not is_mutable(node.target):
         return False
     place = node.args[0]
-    while _is_view(place) and place.target not in _VIEWS_BY_STRIDES:
+    while _is_view(place) and not _is_view_by_strides(place):
         place = place.args[0]
     return _is_view(place)
+
+
+def _is_view_by_strides(node: fx.Node) -> bool:
+    return node.target in _VIEWS_BY_STRIDES or arguments_of(node).get("memory_format") is not None
+
+
+def _reads_by_strides(node: fx.Node) -> bool:
+    """Whether an operator reads memory by strides of the export, which a map may not have here.
+
+    Those of a group norm's factors are no such case (`decompositions.group_norm_by_channel`): they are computed, and
+    have no more dimensions than [batch, channels], which are contiguous here, too.
+    """
+    if node.target is not _aten.as_strided.default:
+        return False
+    source, read = node.args[0], node.meta.get("val")
+    value = source.meta.get("val")
+    if value is None or read is None or value.ndim > 2 or torch.Tag.pointwise not in source.target.tags:
+        return True
+    return _layout(value) != _layout(read)
+
+
+def _layout(tensor: torch.Tensor) -> list[Any]:
+    """Return a tensor's sizes and strides. Comparing symbols themselves would add guards."""
+    return [*map(str, (*tensor.shape, *tensor.stride(), tensor.storage_offset()))]
 
 
 def _is_view(node: Any) -> bool:

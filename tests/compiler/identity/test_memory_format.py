@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compiled_graphs.compiler.identity.memory_format import has_layouts, input_format, laid_out, stride_in
+from compiled_graphs.compiler.identity.memory_format import (
+    has_format,
+    has_layouts,
+    in_format,
+    input_format,
+    laid_out,
+    stride_in,
+)
 from recorders import on_absent_gpu
 from torch import nn
 
@@ -50,6 +57,28 @@ def test_stride_in_matches_a_converted_weight():
     weight = torch.zeros(8, 4, 3, 3)
     for layout in (torch.contiguous_format, torch.channels_last):
         assert stride_in(weight, layout) == weight.contiguous(memory_format=layout).stride()
+
+
+FRAMES, LAST = (1, 8, 1, 5, 7), torch.channels_last_3d
+OF_ONE_FRAME = {
+    "channels last": (stride_in(torch.empty(FRAMES), LAST), LAST, True),
+    "an odd stride of the one frame": ((280, 1, 8, 56, 8), LAST, False),
+    "an odd stride of the one video": ((3, 1, 280, 56, 8), LAST, False),
+    "contiguous": (stride_in(torch.empty(FRAMES), torch.contiguous_format), LAST, False),
+    "contiguous, and is to be": ((280, 35, 7, 7, 1), torch.contiguous_format, True),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_FRAME)
+def test_a_map_of_one_frame_gets_the_strides_that_convolutions_go_by(name):
+    stride, memory_format, has = OF_ONE_FRAME[name]
+    frames = torch.empty_strided(FRAMES, stride).copy_(torch.randn(FRAMES))
+    assert has_format(frames, memory_format) == has
+    ours = in_format(frames, memory_format)
+    assert torch.equal(ours, frames)
+    assert has_format(ours, memory_format)
+    is_shared = ours.untyped_storage().data_ptr() == frames.untyped_storage().data_ptr()
+    assert is_shared == (name != "contiguous")
 
 
 def test_laid_out_changes_only_maps_on_a_gpu():

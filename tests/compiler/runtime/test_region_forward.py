@@ -16,6 +16,7 @@ from compiled_graphs.compiler.runtime import region_forward
 from compiled_graphs.compiler.runtime.region_kind import MAX_BRANCHES
 from compiled_graphs.compiler.runtime.region_kinds import MAX_STATES
 from compiled_graphs.compiler.storage.store import FolderStore
+from compiled_graphs.compiler.tracing import export
 from networks import (
     WIDTH,
     ConvolutionNetwork,
@@ -914,6 +915,32 @@ def test_channels_last_inputs_are_served(registry):
     x = x.contiguous(memory_format=torch.channels_last)
     same(network(x, emb), reference(x, emb))
     assert not reasons(compiled)
+
+
+@pytest.mark.parametrize("stride", [(16, 1, 16, 16), (112, 1, 112, 16), (112, 7, 7, 1)])
+def test_a_graph_in_channels_last_gets_all_strides_of_a_map_of_one_row(registry, monkeypatch, stride):
+    """cuDNN goes by those of sizes of one, too. `is_contiguous` does not."""
+    seen = set()
+
+    class Watching(EagerBackend):
+        def compile(self, exported):
+            executable = super().compile(exported)
+
+            def run(*tensors):
+                seen.add(tensors[len(exported.spec.weights)].stride())
+                return executable(*tensors)
+
+            return AlteredExecutable(run, lambda outputs, number: outputs)
+
+    monkeypatch.setattr(
+        export, "input_format", lambda module, shape, device: "channels_last" if len(shape) == 4 else "contiguous"
+    )
+    network = ConvolutionNetwork(16)  # no other test traces this one
+    reference, _ = pair(network, registry, backend=Watching())
+    x, emb = torch.empty_strided((1, 16, 1, 7), stride).copy_(torch.randn(1, 16, 1, 7)), torch.randn(1, 12)
+    for _ in range(2):
+        same(network.blocks[0](x, emb), reference.blocks[0](x, emb))
+    assert seen == {(112, 1, 112, 16)}
 
 
 # Results.

@@ -12,8 +12,10 @@ from compiled_graphs.compiler.tracing.decompositions import (
     gelu_by_exponentials,
     group_norm_by_channel,
     literal_tensor,
+    upsample_by_repeating,
 )
 from recorders import Operators, on_absent_gpu
+from torch.overrides import TorchFunctionMode
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 5, 7), (1, 8, 1, 1), (3, 4, 2, 5, 6)])
@@ -66,6 +68,69 @@ def test_group_norm_by_channel_computes_half_in_single(dtype):
     result = group_norm_by_channel(x, 2)
     assert result.dtype == dtype
     torch.testing.assert_close(result, F.group_norm(x.float(), 2).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors"), [((2, 3, 5, 7), [2, 2]), ((1, 3, 4, 5, 1), [1, 2, 4]), ((1, 2, 1, 3, 2), [2, 2, 2])]
+)
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_upsample_by_repeating_is_interpolate(shape, factors, mode):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    ours = upsample_by_repeating(x, factors)
+    assert torch.equal(ours, F.interpolate(x, scale_factor=tuple(map(float, factors)), mode=mode))
+
+
+def test_upsample_by_repeating_has_no_symbolic_floats():
+    """torch 2.11 cannot compile them for a GPU where they come from a part of a map."""
+
+    class Upsample(torch.nn.Module):
+        def forward(self, x):
+            return upsample_by_repeating(x[:, :, 1:], [2, 2, 2])
+
+    auto = dict.fromkeys((2, 3, 4), torch.export.Dim.AUTO)
+    example = torch.randn(1, 3, 5, 6, 7)
+    program = torch.export.export(Upsample(), (example,), dynamic_shapes=(auto,), strict=False)
+    program = program.run_decompositions()
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    assert not any(isinstance(value, torch.SymFloat) for value in values)
+    other = torch.randn(1, 3, 3, 4, 9)
+    assert torch.equal(program.module()(other), F.interpolate(other[:, :, 1:], scale_factor=2.0))
+
+
+INTERPOLATIONS = [
+    ({"scale_factor": 2.0}, True),
+    ({"scale_factor": 2, "mode": "nearest-exact"}, True),
+    ({"scale_factor": (4.0, 1.0)}, True),
+    ({"scale_factor": 1.0}, True),
+    ({"scale_factor": 3.0}, False),
+    ({"scale_factor": 0.5}, False),
+    ({"scale_factor": 2.0, "mode": "bilinear"}, False),
+    ({"size": (8, 8)}, False),
+]
+
+
+class Interpolated(TorchFunctionMode):
+    """Counts what is left to torch, and returns the map itself: torch cannot do it for a GPU that is not there."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not F.interpolate:
+            return function(*args, **kwargs or {})
+        self.count += 1
+        return args[0]
+
+
+@pytest.mark.parametrize(("given", "repeats"), INTERPOLATIONS)
+def test_interpolation_repeats_values_on_a_gpu_only(given, repeats):
+    x = torch.empty(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    with Interpolated() as interpolated, ForGPUs(has_maps=True):
+        on_gpu = F.interpolate(on_absent_gpu(x), **given)
+    assert interpolated.count == (not repeats)
+    assert on_gpu.is_contiguous(memory_format=torch.channels_last)
+    with Interpolated() as interpolated, ForGPUs(has_maps=True):
+        F.interpolate(x, **given)
+    assert interpolated.count == 1
 
 
 def test_nothing_is_rewritten_on_a_cpu():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compiled_graphs.compiler.backends.inductor.channels_last import keep_channels_last
+from compiled_graphs.compiler.tracing.decompositions import group_norm_by_channel
 from torch import nn
 from torch.nn import functional
 
@@ -134,6 +135,7 @@ WRITES = {
     "flatten": lambda y: y.flatten(1).mul_(2),
     "reshape": lambda y: y.reshape(y.shape[0], -1)[:, 1:].mul_(2),
     "contiguous": lambda y: y.contiguous(memory_format=LAST).mul_(2),
+    "to": lambda y: y.to(torch.float32, memory_format=LAST).mul_(2),
 }
 
 
@@ -155,6 +157,47 @@ def test_a_graph_that_writes_to_a_map_itself_is_changed():
     program, x = traced(module), maps(*SIZES[0])
     assert keep_channels_last(program.graph_module) == 2
     assert torch.allclose(values(program, x)[0], module(*x), atol=1e-6)
+
+
+class Normalised(nn.Module):
+    """A residual block's first half in the VAEs of HunyuanVideo, Mochi and Stable Video Diffusion."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, CHANNELS), nn.Conv3d(CHANNELS, CHANNELS, 3)
+
+    def forward(self, x, before):
+        y = group_norm_by_channel(x, 2, self.norm.weight, self.norm.bias)
+        y = torch.cat([before, functional.silu(y, inplace=True)], 2)
+        return self.conv(functional.pad(y, (1, 1, 1, 1, 0, 0), "replicate"))
+
+
+def test_group_norm_and_an_activation_in_place_hinder_nothing():
+    block = Normalised()
+    program = traced(block)
+    assert keep_channels_last(program.graph_module) == 3
+    for sizes in SIZES:
+        x = maps(*sizes)
+        assert torch.allclose(values(program, x)[0], block(*x), atol=1e-5)
+
+
+BY_STRIDES = {
+    "a part of a map": lambda y: y.as_strided((2, 2), (2, 1)),
+    "another layout": lambda y: (y.sum((2, 3, 4)) * 2).as_strided((CHANNELS, 1), (1, 1)),
+    "a row of a map": lambda y: y[0, 0, 0].as_strided((6, 8), (8, 1)),
+    "its own layout": lambda y: (y[:, :, 0] * 2).as_strided((1, CHANNELS, 6, 8), (CHANNELS * 48, 48, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BY_STRIDES)
+def test_a_graph_that_reads_by_strides_stays_as_it_is(name):
+    def run(self, x, before):
+        return self.conv(torch.cat([before, x], 2)) + BY_STRIDES[name](x.contiguous()).sum()
+
+    program = torch.export.export(Unchanged(run), maps(*SIZES[0]), strict=False)
+    before = targets(program)
+    assert keep_channels_last(program.graph_module) == 0
+    assert targets(program) == before
 
 
 @pytest.mark.parametrize("batch", [1, 2])
