@@ -60,7 +60,7 @@ def has_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool
 
 
 def in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """Return a tensor in a memory format, as `has_format` has it. It is copied only if its values are in another order."""
+    """Return a tensor in a memory format, as `has_format` has it: a copy if its values are in another order."""
     ordered = tensor.contiguous(memory_format=memory_format)
     if has_format(ordered, memory_format):
         return ordered

@@ -258,9 +258,7 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
     order = tuple(next(i for i, t in enumerate(everything) if t is tensor) for tensor in ordered)
     formats = [MEMORY_FORMATS[item.memory_format] for item in spec.inputs]
     relayout = tuple(
-        (i, fmt)
-        for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True))
-        if not has_format(t, fmt)
+        (i, fmt) for i, (t, fmt) in enumerate(zip(ordered, formats, strict=True)) if not has_format(t, fmt)
     )
     try:
         writes = spec.left_behind(shapes)

@@ -168,9 +168,8 @@ def upsample_by_repeating(input: torch.Tensor, factors: Sequence[int]) -> torch.
     """Compute `torch.nn.functional.interpolate(mode="nearest")` for whole factors.
 
     input: [batch, channels, ..., width]; factors: one for each size but batch and channels. The result is in
-    channels_last on a GPU. torch's own decomposition multiplies each index by a quotient of two sizes. That is a symbolic float,
-    which kernels compute with slowly, and torch 2.11 refuses where it comes from a part of a map (a KeyError in its
-    pass `tensorify_python_scalars`).
+    channels_last on a GPU. torch's own decomposition multiplies each index by a quotient of two sizes. torch 2.11
+    cannot compile that for a part of a map (a KeyError in its pass `tensorify_python_scalars`).
     """
     sizes = input.shape[2:]
     pixels = input.movedim(1, -1)
