@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...common.torch_compat import arguments_of, is_mutable, returns_view
+from ...common.torch_compat import OpOverload, arguments_of, is_mutable, returns_view
 from .graph_edits import add_node
 
 CHANNELS_TO_END, AND_BACK = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]
@@ -64,13 +64,19 @@ def keep_channels_last(module: fx.GraphModule) -> int:
 
 
 def _writes_by_strides(node: fx.Node) -> bool:
-    """Whether an operator writes to what strides have made a view of something else, or a copy."""
+    """Whether an operator writes to what strides have made a view of something else, or a copy, and others see it.
+
+    Nobody does if each node from the written one up to the one that made the values has this one user.
+    """
     if not is_mutable(node.target):
         return False
-    place = node.args[0]
-    while _is_view(place) and not _is_view_by_strides(place):
+    place, is_decided, is_seen = node.args[0], False, False
+    while _is_view(place):
+        is_decided |= _is_view_by_strides(place)
+        is_seen |= len(place.users) > 1
         place = place.args[0]
-    return _is_view(place)
+    is_new = isinstance(place, fx.Node) and isinstance(place.target, OpOverload) and len(place.users) == 1
+    return is_decided and (is_seen or not is_new)
 
 
 def _is_view_by_strides(node: fx.Node) -> bool:

@@ -152,6 +152,44 @@ def test_a_graph_that_writes_where_strides_decide_stays_as_it_is(name):
     assert targets(program) == before
 
 
+UNSEEN = {
+    "a map in another order": lambda y: (
+        y.reshape(1, 2, 2, *y.shape[2:]).movedim(1, -1).reshape(1, 2, -1)[:, :, 1:].mul_(2)
+    ),
+    "a flat one": lambda y: y.contiguous().flatten(1).mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_graph_that_writes_to_what_nobody_else_reads_is_changed(name):
+    """The upsampling blocks of LTX-2's VAE add their input so to frames that they have put in another order."""
+    module = Unchanged(lambda self, x, before: UNSEEN[name](self.conv(torch.cat([before, x], 2))))
+    program = traced(module)
+    assert keep_channels_last(program.graph_module) == 2
+    for sizes in SIZES:
+        x = maps(*sizes)
+        assert torch.allclose(values(program, x)[0], module(*x), atol=1e-6)
+
+
+SEEN = {
+    "the map": lambda y: (y.reshape(1, -1).mul_(2), y.sum()),
+    "a view of it": lambda y: (y[:, :1].reshape(1, -1).mul_(2), y[:, :, 1:].sum()),
+    "a part, through a split": lambda y: (y.split([1, CHANNELS - 1], 1)[0].reshape(1, -1).mul_(2), y.sum()),
+    "what was reshaped": lambda y: [(flat := y.reshape(1, -1))[:, 1:].mul_(2), flat.sum()],
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_graph_that_reads_what_it_wrote_to_stays_as_it_is(name):
+    def run(self, x, before):
+        return sum(each.sum() for each in SEEN[name](self.conv(torch.cat([before, x], 2))))
+
+    program = traced(Unchanged(run))
+    before = targets(program)
+    assert keep_channels_last(program.graph_module) == 0
+    assert targets(program) == before
+
+
 def test_a_graph_that_writes_to_a_map_itself_is_changed():
     module = Unchanged(lambda self, x, before: self.conv(torch.cat([before, x], 2)).mul_(2))
     program, x = traced(module), maps(*SIZES[0])

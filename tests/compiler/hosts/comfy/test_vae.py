@@ -488,7 +488,7 @@ def test_chunks_that_hand_their_frames_on_are_encoded_as_eager_does(load_vae, re
     assert reasons(registry) == {}
 
 
-@pytest.mark.parametrize("name", ["ltxv", "hunyuan_video", "hunyuan_video_15", "wan"])
+@pytest.mark.parametrize("name", ["deep_ltxv", "hunyuan_video", "hunyuan_video_15", "wan"])
 def test_maps_that_stay_in_channels_last_give_the_same_video(name, load_vae, registry, short_chunks, monkeypatch):
     """Graphs for GPUs are changed so. Here their operators run one by one."""
     changed = []
