@@ -51,8 +51,8 @@ def stride_in(tensor: torch.Tensor, memory_format: torch.memory_format) -> tuple
 def has_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
     """Whether a tensor is in a memory format. In channels_last, the strides of its sizes of one count as well.
 
-    `is_contiguous` ignores them. But PyTorch chooses a convolution's format by them: with one odd stride, a map of one
-    frame was convolved into a contiguous one, and the graph stopped at its next kernel.
+    `is_contiguous` ignores them. But PyTorch chooses a convolution's format by them: with an odd stride for its one
+    frame, a map was convolved into a contiguous one, and the graph raised an error.
     """
     if not tensor.is_contiguous(memory_format=memory_format):
         return False
@@ -60,7 +60,10 @@ def has_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool
 
 
 def in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """Return a tensor in a memory format, as `has_format` has it: a copy if its values are in another order."""
+    """Return a tensor in a memory format, as `has_format` has it.
+
+    It is a copy if its values are in another order, and else shares its memory with the given tensor.
+    """
     ordered = tensor.contiguous(memory_format=memory_format)
     if has_format(ordered, memory_format):
         return ordered

@@ -83,22 +83,20 @@ def _interpolate_on_gpu(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    if (
-        mode in ("nearest", "nearest-exact")
-        and input.device.type == "cuda"
-        and input.ndim in CHANNELS_LAST
-        and (factors := _powers_of_two(scale_factor, input.ndim - 2)) is not None
-    ):
-        return upsample_by_repeating(input, factors)
+    repeats = mode in ("nearest", "nearest-exact") and size is None and not any(args) and not any(kwargs.values())
+    if repeats and input.device.type == "cuda" and input.ndim in CHANNELS_LAST:
+        factors = _powers_of_two(scale_factor, input.ndim - 2)
+        if max(factors, default=1) > 1:
+            return upsample_by_repeating(input, factors)
     # torch's decomposition returns contiguous data, and every sum with it would be contiguous too.
     return laid_out(F.interpolate(input, size, scale_factor, mode, *args, **kwargs))
 
 
-def _powers_of_two(factor: Any, count: int) -> list[int] | None:
-    """Return what each side is multiplied by, or None if these are other numbers: torch rounds a third."""
-    factors = [factor] * count if isinstance(factor, int | float) else factor or []
+def _powers_of_two(factor: Any, count: int) -> list[int]:
+    """Return what each side is multiplied by; nothing if a factor is no power of two, as torch rounds 1 / factor."""
+    factors = factor if isinstance(factor, list | tuple) else [factor] * count
     powers = [int(f) for f in factors if isinstance(f, int | float) and f >= 1 and math.frexp(f)[0] == 0.5]
-    return powers if len(powers) == len(factors) == count else None
+    return powers if len(powers) == len(factors) == count else []
 
 
 def _group_norm_on_gpu(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002  torch's name
@@ -165,11 +163,11 @@ def group_norm_by_channel(
 
 
 def upsample_by_repeating(input: torch.Tensor, factors: Sequence[int]) -> torch.Tensor:  # noqa: A002
-    """Compute `torch.nn.functional.interpolate(mode="nearest")` for whole factors.
+    """Compute `torch.nn.functional.interpolate` with the mode "nearest" or "nearest-exact", for powers of two.
 
-    input: [batch, channels, ..., width]; factors: one for each size but batch and channels. The result is in
-    channels_last on a GPU. torch's own decomposition multiplies each index by a quotient of two sizes. torch 2.11
-    cannot compile that for a part of a map (a KeyError in its pass `tensorify_python_scalars`).
+    input: [batch, channels, ..., width]; factors: one for each size but batch and channels, not all of them 1. The
+    result is in channels_last on a GPU. torch's own decomposition multiplies each index by a quotient of two sizes.
+    torch 2.11 cannot compile that for a slice of a map (a KeyError in its pass `tensorify_python_scalars`).
     """
     sizes = input.shape[2:]
     pixels = input.movedim(1, -1)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...common.torch_compat import OpOverload, arguments_of, is_mutable, returns_view
+from ...common.torch_compat import OpOverload, is_mutable
+from .aliases import writes_depend_on_strides
 from .graph_edits import add_node
 
 CHANNELS_TO_END, AND_BACK = [0, 2, 3, 4, 1], [0, 4, 1, 2, 3]
@@ -25,29 +26,27 @@ RANK = 5
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = (_aten.conv3d.default, _aten.conv3d.padding)
-_VIEWS_BY_STRIDES = (
-    _aten.view.default,
-    _aten.reshape.default,
-    _aten.flatten.using_ints,
-    _aten.contiguous.default,
-)
-"""Operators that may return a view or a copy, or fail, depending on strides. With a memory format, others do, too."""
+_COPIES_WHERE_NEEDED = {_aten.view.default: _aten.reshape.default, _aten.view_as.default: _aten.reshape_as.default}
+"""By the view that fails for strides which a map does not have in the export."""
 
 
 def keep_channels_last(module: fx.GraphModule) -> int:
     """Have pads, concatenations and convolutions of videos' maps keep channels_last_3d. Return how many these are.
 
-    A graph that convolves no frames stays as it is, and so does one that writes where the strides decide what is
-    written to. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
+    A graph that convolves no frames stays as it is, and so does one in which strides decide who sees a write, or what
+    `as_strided` reads. Nodes carry fake tensors as `meta["val"]`, as `torch.export` leaves them.
     """
     graph, count = module.graph, 0
-    if not any(node.target in _CONVOLUTIONS for node in graph.nodes) or any(map(_writes_by_strides, graph.nodes)):
+    if not any(node.target in _CONVOLUTIONS for node in graph.nodes):
         return 0
-    if any(map(_reads_by_strides, graph.nodes)):
+    if writes_depend_on_strides(graph) or any(map(_reads_by_strides, graph.nodes)):
         return 0
     for node in graph.nodes:
-        if node.target is _aten.view.default:  # which fails for strides that a map does not have in the export
-            node.target = _aten.reshape.default
+        if node.target in _COPIES_WHERE_NEEDED:
+            node.target = _COPIES_WHERE_NEEDED[node.target]
+        elif node.target is _aten.as_strided.default:
+            with graph.inserting_before(node):
+                node.args = (add_node(graph, _aten.contiguous.default, node.args[0]), *node.args[1:])
     for node in [node for node in graph.nodes if node.target in _REWRITES and _is_map(node)]:
         with graph.inserting_before(node):
             result = _REWRITES[node.target](graph, node)
@@ -63,37 +62,18 @@ def keep_channels_last(module: fx.GraphModule) -> int:
     return count
 
 
-def _writes_by_strides(node: fx.Node) -> bool:
-    """Whether an operator writes to what strides have made a view of something else, or a copy, and others see it.
-
-    Nobody does if each node from the written one up to the one that made the values has this one user.
-    """
-    if not is_mutable(node.target):
-        return False
-    place, is_decided, is_seen = node.args[0], False, False
-    while _is_view(place):
-        is_decided |= _is_view_by_strides(place)
-        is_seen |= len(place.users) > 1
-        place = place.args[0]
-    is_new = isinstance(place, fx.Node) and isinstance(place.target, OpOverload) and len(place.users) == 1
-    return is_decided and (is_seen or not is_new)
-
-
-def _is_view_by_strides(node: fx.Node) -> bool:
-    return node.target in _VIEWS_BY_STRIDES or arguments_of(node).get("memory_format") is not None
-
-
 def _reads_by_strides(node: fx.Node) -> bool:
     """Whether an operator reads memory by strides of the export, which a map may not have here.
 
-    Those of a group norm's factors are no such case (`decompositions.group_norm_by_channel`): they are computed, and
-    have no more dimensions than [batch, channels], which are contiguous here, too.
+    `as_strided` does not if it only repeats the layout of a contiguous result, as `group_norm_by_channel` has its
+    factors computed once.
     """
     if node.target is not _aten.as_strided.default:
-        return False
+        return str(node.target).startswith("aten.as_strided")
     source, read = node.args[0], node.meta.get("val")
-    value = source.meta.get("val")
-    if value is None or read is None or value.ndim > 2 or torch.Tag.pointwise not in source.target.tags:
+    value, target = source.meta.get("val"), source.target
+    is_result = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and not is_mutable(target)
+    if value is None or read is None or not is_result or not value.is_contiguous():
         return True
     return _layout(value) != _layout(read)
 
@@ -101,10 +81,6 @@ def _reads_by_strides(node: fx.Node) -> bool:
 def _layout(tensor: torch.Tensor) -> list[Any]:
     """Return a tensor's sizes and strides. Comparing symbols themselves would add guards."""
     return [*map(str, (*tensor.shape, *tensor.stride(), tensor.storage_offset()))]
-
-
-def _is_view(node: Any) -> bool:
-    return isinstance(node, fx.Node) and returns_view(node.target)
 
 
 def _is_map(node: Any) -> bool:

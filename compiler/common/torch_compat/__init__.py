@@ -369,9 +369,21 @@ def is_mutable(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
-def returns_view(target: Any) -> bool:
-    """Whether the target of a graph's node is an operator that can return a view. Raises as `is_mutable`."""
-    return isinstance(target, OpOverload) and any(each.alias_info for each in target._schema.returns)
+def written_by(node: torch.fx.Node) -> list[Any]:
+    """Return the arguments that a graph's node writes to. Raises as `is_mutable`."""
+    given = arguments_of(node)
+    return [given[p.name] for p in _aliased_parameters(node.target) if p.alias_info.is_write]
+
+
+def aliased_by(node: torch.fx.Node) -> list[Any]:
+    """Return the arguments that the result of a graph's node may be a view of. Raises as `is_mutable`."""
+    given = arguments_of(node)
+    return [given[parameter.name] for parameter in _aliased_parameters(node.target)]
+
+
+def _aliased_parameters(target: Any) -> list[Any]:
+    parameters = target._schema.arguments if isinstance(target, OpOverload) else ()
+    return [parameter for parameter in parameters if parameter.alias_info is not None]
 
 
 def arguments_of(node: torch.fx.Node) -> dict[str, Any]:

@@ -943,6 +943,30 @@ def test_a_graph_in_channels_last_gets_all_strides_of_a_map_of_one_row(registry,
     assert seen == {(112, 1, 112, 16)}
 
 
+class ActivatedInPlace(nn.Module):
+    """Writes to its map, as some residual blocks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(12, 12, 1)
+
+    def forward(self, x):
+        return self.conv(nn.functional.silu(x, inplace=True))
+
+
+def test_a_graph_in_channels_last_writes_to_a_row_of_a_longer_map(registry, monkeypatch):
+    monkeypatch.setattr(export, "input_format", lambda module, shape, device: "channels_last")
+    network = Stack(ActivatedInPlace)
+    network.inputs = lambda sizes: (torch.randn(1, 12, sizes.height, sizes.width),)
+    reference, compiled = pair(network, registry)
+    whole = torch.randn(1, 12, 4, 7).contiguous(memory_format=torch.channels_last)
+    for rows in (whole[:, :, :1].clone(), whole[:, :, 1:2], whole[:, :, 2:3], whole[:, :, :1].contiguous()):
+        theirs = rows.clone()
+        same(network(rows), reference(theirs))
+        same(rows, theirs)
+    assert not reasons(compiled)
+
+
 # Results.
 
 

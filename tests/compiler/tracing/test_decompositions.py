@@ -101,11 +101,15 @@ INTERPOLATIONS = [
     ({"scale_factor": 2.0}, True),
     ({"scale_factor": 2, "mode": "nearest-exact"}, True),
     ({"scale_factor": (4.0, 1.0)}, True),
-    ({"scale_factor": 1.0}, True),
+    ({"scale_factor": 1.0}, False),
+    ({"scale_factor": torch.tensor(2.0).numpy()[()]}, False),
     ({"scale_factor": 3.0}, False),
     ({"scale_factor": 0.5}, False),
     ({"scale_factor": 2.0, "mode": "bilinear"}, False),
     ({"size": (8, 8)}, False),
+    ({"size": (8, 8), "scale_factor": 2.0}, False),
+    ({"scale_factor": 2.0, "align_corners": True}, False),
+    ({"scale_factor": (2.0,)}, False),
 ]
 
 

@@ -176,6 +176,13 @@ SEEN = {
     "a view of it": lambda y: (y[:, :1].reshape(1, -1).mul_(2), y[:, :, 1:].sum()),
     "a part, through a split": lambda y: (y.split([1, CHANNELS - 1], 1)[0].reshape(1, -1).mul_(2), y.sum()),
     "what was reshaped": lambda y: [(flat := y.reshape(1, -1))[:, 1:].mul_(2), flat.sum()],
+    "what was reshaped before": lambda y: (y.reshape(1, -1), y.mul_(2)),
+    "a split of what was reshaped": lambda y: (y.reshape(1, -1).split([96, y[0].numel() - 96], 1)[0].mul_(2), y.sum()),
+    "what was ravelled": lambda y: (y.ravel().mul_(2), y.sum()),
+    "what was reshaped like another": lambda y: (y.reshape_as(torch.empty(y.numel())).mul_(2), y.sum()),
+    "an einsum of one": lambda y: (torch.einsum("bcthw->bcthw", y).reshape(1, -1).mul_(2), y.sum()),
+    "the place of a result": lambda y: (torch.add(y.sum(), 1, out=y.reshape(1, -1)[0, :1]), y.sum()),
+    "what is repeated": lambda y: (functional.silu(y).expand(2, -1, -1, -1, -1).movedim(1, -1).reshape(2, -1).mul_(2),),
 }
 
 
@@ -222,9 +229,28 @@ def test_group_norm_and_an_activation_in_place_hinder_nothing():
 BY_STRIDES = {
     "a part of a map": lambda y: y.as_strided((2, 2), (2, 1)),
     "another layout": lambda y: (y.sum((2, 3, 4)) * 2).as_strided((CHANNELS, 1), (1, 1)),
-    "a row of a map": lambda y: y[0, 0, 0].as_strided((6, 8), (8, 1)),
-    "its own layout": lambda y: (y[:, :, 0] * 2).as_strided((1, CHANNELS, 6, 8), (CHANNELS * 48, 48, 8, 1)),
+    "the layout of a view": lambda y: y[0, 0, 0].as_strided((6, 8), (8, 1)),
+    "the layout of what is written to": lambda y: ((p := y[0, 0, 0] * 2).as_strided((6, 8), (8, 1)).mul_(2), p.sum())[
+        1
+    ],
+    "the layout of a weight": lambda y: torch.ones(2, 2).as_strided((2, 2), (2, 1)),
+    "in place": lambda y: (y * 1).as_strided_((2, 2), (2, 1)),
+    "another place": lambda y: (y[0, 0, 0] * 2).as_strided((6, 8), (8, 1), 1),
 }
+
+
+def test_a_result_that_is_read_in_its_own_layout_hinders_nothing():
+    """A part of a map gets other strides, and what is computed of it gets them, too."""
+
+    def run(self, x, before):
+        y = torch.cat([before, x], 2)
+        part = (y[0, :, 0, 0] * 2).contiguous() + 1
+        return self.conv(y) + part.as_strided((CHANNELS, 8), (8, 1)).cumsum(0).sum(1).view(1, -1, 1, 1, 1)
+
+    module, x = Unchanged(run), maps(*SIZES[0])
+    program = torch.export.export(module, x, strict=False)
+    assert keep_channels_last(program.graph_module) == 2
+    assert torch.allclose(values(program, x)[0], module(*x), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", BY_STRIDES)
