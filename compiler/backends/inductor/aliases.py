@@ -7,6 +7,7 @@ written there which somebody else reads.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -27,34 +28,39 @@ _VIEWS_BY_STRIDES = (
 )
 """Operators that return a view or a copy, or fail, depending on strides. With a memory format, others do, too."""
 
-Family = list[fx.Node]
-"""Nodes that share memory, or would for some strides, in the graph's order."""
+Families = dict[fx.Node, set[fx.Node]]
+"""By a node: those that it shares memory with, and the node itself."""
 
 
 def writes_depend_on_strides(graph: fx.Graph) -> bool:
     """Whether strides decide who sees what the graph writes. Nodes carry fake tensors as `meta["val"]`."""
-    families: dict[fx.Node, Family] = {}
+    certain: Families = {}
+    possible: Families = {}
     for node in graph.nodes:
         for place in _nodes(written_by(node)):
-            if _depends_on_strides(families[place]):
+            if _depends_on_strides(possible[place], certain[place], seen=possible):
                 return True
-        family = [node]
-        for source in node.all_input_nodes:
-            if _may_share_memory(node, source):
-                family = [*(each for each in families[source] if each not in family), *family]
-        families.update(dict.fromkeys(family, family))
+        sources = [source for source in node.all_input_nodes if _may_share_memory(node, source)]
+        _join(possible, node, sources)
+        _join(certain, node, [] if _is_view_by_strides(node) else sources)
     return False
 
 
-def _depends_on_strides(family: Family) -> bool:
-    """Whether strides decide who sees a write to these nodes, which are all that came before it.
+def _join(families: Families, node: fx.Node, sources: list[fx.Node]) -> None:
+    family = {node}.union(*(families[source] for source in sources))
+    families.update(dict.fromkeys(family, family))
 
-    They do not if each node has one user: the next one, and the last one the write. Then nobody else can see it. Where
-    one place stands for several numbers, as after `expand`, a copy and a view differ all the same.
+
+def _depends_on_strides(possible: set[fx.Node], certain: set[fx.Node], seen: Container[fx.Node]) -> bool:
+    """Whether strides decide who sees a write. `seen` are the nodes before it.
+
+    The nodes that share the written memory for sure see it in any case. Of the others, some may be used afterwards.
+    And where one place stands for several numbers, as after `expand`, writing to a copy is not like writing to a view.
     """
-    if not any(map(_is_view_by_strides, family)):
-        return False
-    return any(node.op != "call_function" or len(node.users) > 1 or _is_repeated(node) for node in family)
+    others = possible - certain
+    if any(node.op != "call_function" or any(user not in seen for user in node.users) for node in others):
+        return True
+    return bool(others) and any(map(_is_repeated, possible))
 
 
 def _may_share_memory(node: fx.Node, source: fx.Node) -> bool:

@@ -157,6 +157,8 @@ UNSEEN = {
         y.reshape(1, 2, 2, *y.shape[2:]).movedim(1, -1).reshape(1, 2, -1)[:, :, 1:].mul_(2)
     ),
     "a flat one": lambda y: y.contiguous().flatten(1).mul_(2),
+    "what was read before": lambda y: (y.sum(), y.reshape(1, -1).mul_(2))[1],
+    "a part of it, read as a whole": lambda y: ((flat := y.reshape(1, -1)).split(5, 1)[0].mul_(2), flat)[1],
 }
 
 
@@ -175,7 +177,7 @@ SEEN = {
     "the map": lambda y: (y.reshape(1, -1).mul_(2), y.sum()),
     "a view of it": lambda y: (y[:, :1].reshape(1, -1).mul_(2), y[:, :, 1:].sum()),
     "a part, through a split": lambda y: (y.split([1, CHANNELS - 1], 1)[0].reshape(1, -1).mul_(2), y.sum()),
-    "what was reshaped": lambda y: [(flat := y.reshape(1, -1))[:, 1:].mul_(2), flat.sum()],
+    "what was reshaped": lambda y: (y.reshape(1, -1)[:, 1:].mul_(2), y.sum()),
     "what was reshaped before": lambda y: (y.reshape(1, -1), y.mul_(2)),
     "a split of what was reshaped": lambda y: (y.reshape(1, -1).split([96, y[0].numel() - 96], 1)[0].mul_(2), y.sum()),
     "what was ravelled": lambda y: (y.ravel().mul_(2), y.sum()),
