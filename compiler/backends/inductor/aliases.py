@@ -28,6 +28,14 @@ _VIEWS_BY_STRIDES = (
 )
 """Operators that return a view or a copy, or fail, depending on strides. With a memory format, others do, too."""
 
+_DROPOUTS = (
+    _aten.dropout.default,
+    _aten.alpha_dropout.default,
+    _aten.feature_dropout.default,
+    _aten.feature_alpha_dropout.default,
+)
+"""Operators that return what they are given, outside of training. Nothing in an exported graph says so."""
+
 Families = dict[fx.Node, set[fx.Node]]
 """By a node: those that it shares memory with, and the node itself."""
 
@@ -66,7 +74,7 @@ def _depends_on_strides(possible: set[fx.Node], certain: set[fx.Node], seen: Con
 def _may_share_memory(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"  # one of several results
-    if source in _nodes(aliased_by(node)):
+    if node.target in _DROPOUTS or source in _nodes(aliased_by(node)):
         return True
     result, given = node.meta.get("val"), source.meta.get("val")
     are_tensors = isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor)
@@ -76,11 +84,8 @@ def _may_share_memory(node: fx.Node, source: fx.Node) -> bool:
 def _is_view_by_strides(node: fx.Node) -> bool:
     if node.target in _VIEWS_BY_STRIDES or arguments_of(node).get("memory_format") is not None:
         return True
-    return isinstance(node.target, OpOverload) and not aliased_by(node) and _shares_memory(node)
-
-
-def _shares_memory(node: fx.Node) -> bool:
-    return any(_may_share_memory(node, source) for source in node.all_input_nodes)
+    is_silent = isinstance(node.target, OpOverload) and not aliased_by(node)
+    return is_silent and any(_may_share_memory(node, source) for source in node.all_input_nodes)
 
 
 def _is_repeated(node: fx.Node) -> bool:

@@ -182,6 +182,7 @@ SEEN = {
     "a split of what was reshaped": lambda y: (y.reshape(1, -1).split([96, y[0].numel() - 96], 1)[0].mul_(2), y.sum()),
     "what was ravelled": lambda y: (y.ravel().mul_(2), y.sum()),
     "what was reshaped like another": lambda y: (y.reshape_as(torch.empty(y.numel())).mul_(2), y.sum()),
+    "a dropout that drops nothing": lambda y: (functional.dropout(y, 0.1, False).reshape(1, -1).mul_(2), y.sum()),
     "an einsum of one": lambda y: (torch.einsum("bcthw->bcthw", y).reshape(1, -1).mul_(2), y.sum()),
     "the place of a result": lambda y: (torch.add(y.sum(), 1, out=y.reshape(1, -1)[0, :1]), y.sum()),
     "what is repeated": lambda y: (functional.silu(y).expand(2, -1, -1, -1, -1).movedim(1, -1).reshape(2, -1).mul_(2),),
