@@ -25,6 +25,7 @@ class ReasonCode(Enum):
     GRADIENTS = "gradients are on"
     AUTOCAST = "autocast is on"
     SIZES_OUTSIDE = "sizes outside of what the graph was traced for"
+    TOO_LARGE = "more than 2,147,483,647 values in one tensor"
     SIZES_UNCLEAR = "its sizes cannot be told apart from data ({})"
     ONE_SIZE = "an operator that would be compiled for one size only ({})"
     DEPENDS_ON_VALUES = "what it computes depends on values ({})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Protocol
@@ -21,11 +21,19 @@ MEMORY_FORMATS = {
     "channels_last_3d": torch.channels_last_3d,
 }
 
+MAX_ELEMENTS = 2**31 - 1
+"""Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
+
 FEW_FRAMES = 4
 """A graph is checked at each of these numbers of frames. Blocks keep two frames of a chunk, or three."""
 
 # A size of this form gives its symbol a value: "s0", or "3*s0" where frames are folded into the batch.
 _SYMBOL = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<name>[A-Za-z_]\w*)")
+
+
+def element_limit(elements: str) -> str:
+    """Return the guard that keeps a tensor's number of elements, an expression, within what kernels can index."""
+    return f"{elements} <= {MAX_ELEMENTS}"
 
 
 @dataclass(frozen=True)
@@ -120,17 +128,31 @@ class GraphSpec:
 
     def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a call with these input shapes is one of those the graph was traced for."""
+        return self._fits(shapes, self.guards)
+
+    def is_exceeded_by(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a call with these input shapes has too many elements in a tensor, and else is one for the graph.
+
+        Then no other graph can serve it.
+        """
+        return not self.fits(shapes) and self._fits(shapes, [g for g in self.guards if g not in self._element_limits])
+
+    def _fits(self, shapes: Sequence[Sequence[int]], guards: Iterable[str]) -> bool:
         symbols = self._bind_symbols(shapes)
         if symbols is None:
             return False
         try:
-            return all(evaluate(guard, symbols) for guard in self.guards) and all(
+            return all(evaluate(guard, symbols) for guard in guards) and all(
                 size == (evaluate(expected, symbols) if isinstance(expected, str) else expected)
                 for spec, shape in zip(self.inputs, shapes, strict=True)
                 for expected, size in zip(spec.sizes, shape, strict=True)
             )
         except (ArithmeticError, AttributeError, NameError, TypeError, ValueError):
             return False
+
+    @cached_property
+    def _element_limits(self) -> frozenset[str]:
+        return frozenset(guard for guard in self.guards if guard.endswith(element_limit("")))
 
     def has_fixed_sizes(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether a call with these input shapes has the sizes that tracing was asked to leave fixed.

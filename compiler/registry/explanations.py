@@ -106,6 +106,10 @@ EXPLANATIONS: Mapping[ReasonCode, Explanation] = {
         "The code of these blocks has a limit at another size than this one.",
         "这些块的代码在其他尺寸上有限制，与当前尺寸不符。",
     ),
+    ReasonCode.TOO_LARGE: Explanation(
+        "Compiled kernels index a tensor with 32 bits. A smaller batch, fewer frames or a tiled decode run compiled.",
+        "编译后的内核用 32 位整数索引张量。减小批次、减少帧数或使用分块解码，即可编译运行。",
+    ),
     ReasonCode.SIZES_UNCLEAR: _SIZES,
     ReasonCode.ONE_SIZE: Explanation(
         "The compiler makes this operator for one size, and the graph would be wrong at others.",

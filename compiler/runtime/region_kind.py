@@ -47,6 +47,7 @@ MAX_CHUNKS = 16
 """The same for blocks that keep frames: chunks have one, two or four frames, and so have the frames that are kept."""
 
 _SIZES_OUTSIDE = Reason(ReasonCode.SIZES_OUTSIDE)
+_TOO_LARGE = Reason(ReasonCode.TOO_LARGE)
 _MANY_SIGNATURES = Reason(ReasonCode.MANY_SIGNATURES, str(MAX_SIGNATURES))
 
 
@@ -203,6 +204,8 @@ class RegionKind:
         entries = self.graphs_of(signature.text)
         if entry := next((e for e in entries if e.graph.spec.fits(shapes)), None):
             return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
+        if any(entry.graph.spec.is_exceeded_by(shapes) for entry in entries):
+            return Refusal(_TOO_LARGE)
         if signature.text in self.refusals:
             return Refusal(self.refusals[signature.text])
         if len(entries) >= (MAX_CHUNKS if any(e.graph.spec.frames for e in entries) else MAX_BRANCHES):

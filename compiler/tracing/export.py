@@ -38,7 +38,7 @@ from ..identity.call_signature import CallSignature, call_forward
 from ..identity.context_options import TracedOptions, encode_writes
 from ..identity.fingerprint import string_constants_of, tensor_attributes
 from ..identity.frame_cells import Cells
-from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec
+from ..identity.graph_spec import MEMORY_FORMATS, GraphSpec, InputSpec, WeightSpec, element_limit
 from ..identity.low_rank import RANK, is_factor
 from ..identity.memory_format import has_layouts, input_format, laid_out, stride_in, unrepeated_stride
 from .decompositions import ForGPUs, LiteralTensors
@@ -51,9 +51,6 @@ log = logging.getLogger(__name__)
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """The namespaces of torch.distributed's operators."""
-
-MAX_ELEMENTS = 2**31 - 1
-"""Limit of elements of one tensor in a compiled GPU graph: its kernels index with 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +172,9 @@ def export_region(request: GraphRequest, host: Host) -> ExportedRegion:
     reason for people, if the region cannot be a pure function. Other errors come from tracing itself.
     """
     exported = _exported_with_fallback(request, host)
-    if not exported.spec.fits(request.hints):  # more values than a GPU's kernels can count
-        raise Unsupported(ReasonCode.SIZES_OUTSIDE)
+    if not exported.spec.fits(request.hints):
+        is_too_large = exported.spec.is_exceeded_by(request.hints)
+        raise Unsupported(ReasonCode.TOO_LARGE if is_too_large else ReasonCode.SIZES_OUTSIDE)
     return exported
 
 
@@ -375,7 +373,7 @@ def _index_limits(program: torch.export.ExportedProgram, ranks: Set[Any] = froze
             factor, symbols = size_expression(numel).as_coeff_Mul()
             if ranks.isdisjoint(symbols.free_symbols):
                 most[symbols] = max(most.get(symbols, 0), factor)
-    return tuple(f"{PythonPrinter().doprint(factor * symbols)} <= {MAX_ELEMENTS}" for symbols, factor in most.items())
+    return tuple(element_limit(PythonPrinter().doprint(factor * symbols)) for symbols, factor in most.items())
 
 
 def _is_tensor(argument: Any) -> bool:

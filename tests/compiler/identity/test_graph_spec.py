@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from compiled_graphs.compiler.identity.graph_spec import FEW_FRAMES, GraphSpec, InputSpec, WeightSpec
+from compiled_graphs.compiler.identity.graph_spec import FEW_FRAMES, GraphSpec, InputSpec, WeightSpec, element_limit
 from torch.utils import _pytree as pytree
 
 
@@ -55,6 +55,12 @@ def test_a_call_that_breaks_a_guard_does_not_fit(guard, inside, outside):
     guarded = spec(("s0",), guards=(guard,))
     assert guarded.fits([(inside,)])
     assert not guarded.fits([(outside,)])
+
+
+@pytest.mark.parametrize(("size", "is_exceeded"), [(46340, False), (46342, True), (46343, False), (0, False)], ids=str)
+def test_only_the_limit_of_elements_is_exceeded(size, is_exceeded):
+    guarded = spec(("s0", "s0"), guards=("s0 % 2 == 0", element_limit("s0**2")))
+    assert guarded.is_exceeded_by([(size, size)]) is is_exceeded
 
 
 @pytest.mark.parametrize("guard", ["unknown > 1", "s0 // 0 == 1", "s0 < None"])

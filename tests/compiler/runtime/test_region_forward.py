@@ -11,6 +11,8 @@ from compiled_graphs.compiler.backends.eager.backend import EagerBackend
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Reason, ReasonCode
 from compiled_graphs.compiler.compile_cache.graph_cache import MAX_SIGNATURES, GraphCache
+from compiled_graphs.compiler.identity import graph_spec
+from compiled_graphs.compiler.identity.graph_spec import element_limit
 from compiled_graphs.compiler.registry.registry import Registry
 from compiled_graphs.compiler.runtime import region_forward
 from compiled_graphs.compiler.runtime.region_kind import MAX_BRANCHES
@@ -689,6 +691,28 @@ def test_branches_without_end_run_eagerly(registry):
         same(network(x), reference(x))
     assert compiled.counters.compiles == MAX_BRANCHES
     assert compiled.counters.eager_calls == {Reason(ReasonCode.SIZES_OUTSIDE): 4}
+
+
+class Turned(TransformerBlock):
+    """Its code takes another branch beyond 1000 tokens."""
+
+    def forward(self, x):
+        return super().forward(x.flip(1) if x.shape[1] > 1000 else x)
+
+
+def test_a_call_with_too_many_elements_compiles_nothing(registry, monkeypatch):
+    def limits(request, inputs):
+        return (element_limit(str(inputs[0].numel())),)
+
+    monkeypatch.setattr(graph_spec, "MAX_ELEMENTS", 2100 * WIDTH)
+    monkeypatch.setattr(export, "_chunk_limits", limits)  # a CPU's graphs have no limits of their own
+    network = Stack(Turned)
+    reference, compiled = pair(network, registry)
+    for batch, count, compiles in ((2, 1000, 1), (3, 1000, 1), (4, 900, 1), (2, 1001, 2), (3, 1001, 2)):
+        x = tokens(batch, count)
+        same(network(x), reference(x))
+        assert compiled.counters.compiles == compiles, (batch, count)
+    assert compiled.counters.eager_calls == {Reason(ReasonCode.TOO_LARGE): 6}
 
 
 def test_an_empty_input_runs_eagerly(registry):

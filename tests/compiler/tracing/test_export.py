@@ -7,6 +7,7 @@ import torch
 from compiled_graphs.compiler.common.host import Host
 from compiled_graphs.compiler.common.reason import Unsupported
 from compiled_graphs.compiler.common.tensor_slots import tensor_slots
+from compiled_graphs.compiler.identity.graph_spec import element_limit
 from compiled_graphs.compiler.tracing import decompositions as gpu_functions
 from compiled_graphs.compiler.tracing import export as export_module
 from compiled_graphs.compiler.tracing.decompositions import cat_by_tokens
@@ -121,11 +122,13 @@ def test_gpu_graph_refuses_tensors_beyond_32_bit_indices():
         size = shapes((batch, 8, height, side), (batch, 12))
         assert exported.spec.fits(size)
         assert spec.fits(size) == fits
+        assert spec.is_exceeded_by(size) != fits
 
 
-def test_a_graph_that_does_not_fit_its_own_example_is_refused(monkeypatch):
-    monkeypatch.setattr(export_module, "_guards", lambda inputs, count: ("1 < 0",))
-    with pytest.raises(Unsupported, match="sizes outside"):
+@pytest.mark.parametrize(("guard", "reason"), [("1 < 0", "sizes outside"), (element_limit("2**31"), "more than 2,147")])
+def test_a_graph_that_does_not_fit_its_own_example_is_refused(monkeypatch, guard, reason):
+    monkeypatch.setattr(export_module, "_guards", lambda inputs, count: (guard,))
+    with pytest.raises(Unsupported, match=reason):
         export(ConvolutionNetwork())
 
 
