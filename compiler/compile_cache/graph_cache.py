@@ -73,6 +73,8 @@ class CacheEntry:
     """Bytes of its executable in the store or a file, or 0 if unknown."""
     verified: set[frozenset[str]] = field(default_factory=set)
     """Small sizes (`GraphSpec.small_sizes`) of calls whose results agreed with eager."""
+    wrong_at: set[frozenset[str]] = field(default_factory=set)
+    """Few frames (`GraphSpec.few_frames`) of calls whose results disagreed with eager: these want another graph."""
     retired: Reason | None = None
     """Why the graph must not be used, after its results disagreed with eager."""
     is_evicted: bool = False
@@ -92,6 +94,11 @@ class CacheEntry:
     def is_out(self) -> bool:
         """Whether the graph must not run any more."""
         return self.is_evicted or self.retired is not None
+
+    def fits(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether the graph is for calls with these input shapes, as far as is known."""
+        spec = self.graph.spec
+        return spec.fits(shapes) and not (self.wrong_at and spec.few_frames(shapes) in self.wrong_at)
 
 
 class CompileIn(Enum):

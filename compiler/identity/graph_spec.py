@@ -197,13 +197,19 @@ class GraphSpec:
         """
         bound = (self._bind_symbols(shapes) or {}).items()
         return frozenset(
-            f"{name} = {size}" for name, size in bound if size == 1 or (size <= FEW_FRAMES and name in self._lengths)
+            f"{name} = {size}"
+            for name, size in bound
+            if size == 1 or (size <= FEW_FRAMES and self.frames and name in self._lengths)
         )
+
+    def few_frames(self, shapes: Sequence[Sequence[int]]) -> frozenset[str]:
+        """Return those small sizes that are numbers of frames: code of videos often does something else for these."""
+        return frozenset(size for size in self.small_sizes(shapes) if size.split()[0] in self._lengths)
 
     @cached_property
     def _lengths(self) -> frozenset[str]:
-        """The symbols that are numbers of frames, if the graph keeps frames for the next chunk of a video."""
-        sizes = [str(spec.sizes[2]) for spec in self.inputs if self.frames and len(spec.sizes) == 5]
+        """The symbols that are numbers of frames."""
+        sizes = [str(spec.sizes[2]) for spec in self.inputs if len(spec.sizes) == 5]
         return frozenset(match["name"] for size in sizes if (match := _SYMBOL.fullmatch(size)))
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:

@@ -200,7 +200,8 @@ class RegionForward:
         """Run a call's graph, or compare it with eager first."""
         plan = call.plan
         checked = plan.small_sizes | call.patches if call.patches else plan.small_sizes
-        if self._verify and (self.check_next or checked not in plan.entry.verified):
+        is_new = checked not in plan.entry.verified
+        if (self._verify and (self.check_next or is_new)) or (plan.few_frames and is_new):
             if not _is_capturing(self._kind.device):
                 return self._run_checked(call)
         if plan.writes:
@@ -365,6 +366,9 @@ class RegionForward:
             running.had_setup = True
         if error and call.patches:
             self._reject(call, error)
+        elif error and plan.few_frames and not was_right:
+            log.info("%s: another graph for so few frames: %s", spec.region, error)
+            plan.entry.wrong_at.add(plan.few_frames)
         elif error:
             self._retire(plan, error, was_right)
         else:

@@ -62,6 +62,8 @@ class Plan:
     """Inputs that arrive in another layout than the graph was compiled for."""
     small_sizes: frozenset[str]
     """Sizes of these calls for which a graph that was checked at others is not yet checked."""
+    few_frames: frozenset[str]
+    """Those of them that are numbers of frames."""
     defaults: tuple[torch.Tensor, ...]
     """Tensors that the call leaves to the defaults of `forward`; they follow the call's own."""
     reads: frozenset[str]
@@ -72,7 +74,7 @@ class Plan:
     @property
     def is_stale(self) -> bool:
         """Whether the graph went out of use since the plan was made."""
-        return self.entry.is_out
+        return self.entry.is_out or self.few_frames in self.entry.wrong_at
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class RegionKind:
             return Refusal(Reason(ReasonCode.CALL_DEVICE))
         shapes = tuple(tuple(t.shape) for t in ordered)
         entries = self.graphs_of(signature.text)
-        if entry := next((e for e in entries if e.graph.spec.fits(shapes)), None):
+        if entry := next((e for e in entries if e.fits(shapes)), None):
             return Refusal(entry.retired) if entry.retired else _plan(entry, tensors, ordered)
         if any(entry.graph.spec.is_exceeded_by(shapes) for entry in entries):
             return Refusal(_TOO_LARGE)
@@ -230,7 +232,7 @@ class RegionKind:
 
     def serves(self, signature_text: str, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether there is a graph for calls of a signature with these shapes, also if it is retired."""
-        return any(entry.graph.spec.fits(shapes) for entry in self.graphs_of(signature_text))
+        return any(entry.fits(shapes) for entry in self.graphs_of(signature_text))
 
     def graphs_of(self, signature_text: str) -> list[CacheEntry]:
         """Return the graphs for calls of a signature, also those that are retired."""
@@ -268,7 +270,8 @@ def _plan(entry: CacheEntry, tensors: Sequence[torch.Tensor], ordered: Sequence[
         spec.frame_writes  # noqa: B018  raises here if a file's text makes no sense, and not within a call
     except Exception as error:  # a file says what it likes
         return Refusal(Reason(ReasonCode.CONTRACT, one_line(error)))
-    return Plan(entry, order, relayout, spec.small_sizes(shapes), defaults, frozenset(spec.reads), writes)
+    small, few = spec.small_sizes(shapes), spec.few_frames(shapes)
+    return Plan(entry, order, relayout, small, few, defaults, frozenset(spec.reads), writes)
 
 
 def _unusual_weight(module: nn.Module, host: Host) -> Reason | None:

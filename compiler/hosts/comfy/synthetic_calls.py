@@ -244,7 +244,7 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         scale = vae.downscale_ratio if isinstance(vae.downscale_ratio, int | float) else vae.downscale_ratio[-1]
         channels, sides = vae.latent_channels, (sizes.height, sizes.width)
         if method == "encode":
-            channels, sides = 3, [side * scale for side in sides]
+            channels, sides = getattr(vae, "output_channels", 3), [side * scale for side in sides]
         batch, areas = sizes.batch, [(sizes.frames, *sides)]
         if keeps_frames(network):
             areas = [(frames, *sides) for frames in CHUNKED[method]]

@@ -109,6 +109,12 @@ def test_rebuild_gives_back_the_structure_of_the_result(result):
     assert graph.rebuild(tensors) == result
 
 
+def test_few_frames_are_the_small_sizes_over_time():
+    video = spec(("s0", 4, "s1", "s2", "s3"), ("s0", 8))
+    assert video.few_frames([(1, 4, 1, 6, 1), (1, 8)]) == {"s1 = 1"}
+    assert video.few_frames([(1, 4, 3, 6, 1), (1, 8)]) == frozenset()
+
+
 def test_weights_with_one_symbol_have_one_rank():
     ranked = tuple(
         WeightSpec(name, (rank, 3), (3, 1), "torch.float32") for name, rank in zip("abc", ("s2", "s2", "s3"))

@@ -693,6 +693,35 @@ def test_branches_without_end_run_eagerly(registry):
     assert compiled.counters.eager_calls == {Reason(ReasonCode.SIZES_OUTSIDE): 4}
 
 
+class ImageOrVideo(nn.Module):
+    """A block of a video's network that does something else for one frame, as CogVideoX's encoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x) if x.shape[2] > 1 else x - self.conv(x)
+
+
+class VideoNetwork(Stack):
+    def inputs(self, at):
+        return (torch.randn(at.batch, 4, at.tokens, at.height, at.width),)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("lengths", [(1, 1, 7, 5, 1), (5, 1, 9, 1)])
+def test_one_frame_gets_a_graph_of_its_own_where_the_code_differs(registry, verify, lengths):
+    network = VideoNetwork(ImageOrVideo)
+    reference, compiled = pair(network, registry, verify=verify)
+    for length in lengths:
+        x = torch.randn(2, 4, length, 6, 9)
+        same(network(x), reference(x))
+    assert compiled.counters.compiles == 2
+    assert compiled.counters.retired == 0
+    assert compiled.counters.eager_calls == {}
+
+
 class Turned(TransformerBlock):
     """Its code takes another branch beyond 1000 tokens."""
 

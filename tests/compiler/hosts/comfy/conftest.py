@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,8 @@ def load_vae() -> Callable[..., Any]:
     def make(name: str, seed: int = 0, dtype: torch.dtype | None = torch.float32, change: Callable = dict) -> Any:
         if name not in ("taesd", "kl", "small_kl", "sd3", "svd") and not hasattr(comfy.sd.VAE, "decode_tiled_3d"):
             pytest.skip(f"this ComfyUI has no {name}")
+        if name == "wan_alpha" and "image_channels" not in signature(comfy.ldm.wan.vae.WanVAE).parameters:
+            pytest.skip("this ComfyUI's Wan has three channels")
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if name != "kl":
                 _narrow(patch)
@@ -227,10 +230,11 @@ def _network(name: str) -> torch.nn.Module:
 
         return VideoVAE(config=LTXVS[name])
     temporal = {"attn_scales": [], "temperal_downsample": [False, True, True], **NARROW_WAN}
-    if name == "wan":
+    if name in ("wan", "wan_alpha"):
         from comfy.ldm.wan.vae import WanVAE
 
-        return WanVAE(z_dim=16, **temporal)
+        channels = {"image_channels": 4, "conv_out_channels": 4} if name == "wan_alpha" else {}
+        return WanVAE(z_dim=16, **temporal, **channels)
     from comfy.ldm.wan.vae2_2 import WanVAE as WanVAE22
 
     return WanVAE22(dec_dim=8, z_dim=48, **temporal)

@@ -283,6 +283,16 @@ def test_chunks_of_a_video_are_encoded_as_eager_does(name, load_vae, warm_chunks
     assert reasons(registry) == {}
 
 
+def test_pictures_with_an_alpha_channel_are_encoded_by_the_nodes_graphs(load_vae, warm_chunks):
+    vae, registry = load_vae("wan_alpha"), warm_chunks("wan_alpha")
+    with totals.expect(compiles=0, retired=0):
+        compiled, _ = compile_eager(vae, encode=True)
+        for frames in (1, 5, 9):
+            video = pixels(frames, 32, 48, channels=4)
+            assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
 @pytest.mark.parametrize("name", WANS)
 def test_the_smallest_videos_get_graphs_of_their_own(name, load_vae, warm_chunks):
     """A map that is halved to one row is another branch of torch's own code."""
