@@ -245,7 +245,7 @@ def coding_call(vae: Any, method: str) -> ModelCall:
         channels, sides = vae.latent_channels, (sizes.height, sizes.width)
         if method == "encode":
             channels, sides = getattr(vae, "output_channels", 3), [side * scale for side in sides]
-        batch, areas = sizes.batch, [(sizes.frames, *sides)]
+        batch, areas = sizes.batch, [(_frames(vae, method, sizes), *sides)]
         if keeps_frames(network):
             areas = [(frames, *sides) for frames in CHUNKED[method]]
         elif dimensions == 3 and hands_frames_on(network):
@@ -257,6 +257,12 @@ def coding_call(vae: Any, method: str) -> ModelCall:
             getattr(type(network), method)(network, data)
 
     return call
+
+
+def _frames(vae: Any, method: str, sizes: Sizes) -> int:
+    """Return a video's frames: of latents, or as many of pixels. Of other lengths, encoders leave frames out."""
+    ratio = getattr(vae, "upscale_ratio", None)
+    return ratio[0](sizes.frames) if method == "encode" and isinstance(ratio, tuple) else sizes.frames
 
 
 def control_call(control_net: Any) -> ModelCall:

@@ -165,6 +165,13 @@ LTXV = {
                        ["res_x", {"num_layers": 2}]],
 }  # fmt: skip
 
+NARROW_COSMOS = {"channels": 16}
+COSMOS = {
+    "z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 1024, "in_channels": 3, "out_channels": 3,
+    "channels_mult": [2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [32], "dropout": 0.0, "patch_size": 4,
+    "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8, **NARROW_COSMOS,
+}  # fmt: skip
+
 DEEP_LTXV = LTXV | {
     "timestep_conditioning": True, "encoder_base_channels": 16, "decoder_base_channels": 16,
     "encoder_blocks": [["res_x", {"num_layers": 1}], ["compress_space_res", {"multiplier": 2}],
@@ -189,7 +196,9 @@ def load_vae() -> Callable[..., Any]:
     def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
         network = _network(name)
         _fill(network, seed)
-        return network.state_dict()
+        # ComfyUI knows Cosmos' by a tensor of its files that the network does not keep.
+        told_by = {"decoder.unpatcher3d.wavelets": torch.zeros(1)} if name == "cosmos" else {}
+        return network.state_dict() | told_by
 
     def make(name: str, seed: int = 0, dtype: torch.dtype | None = torch.float32, change: Callable = dict) -> Any:
         if name not in ("taesd", "kl", "small_kl", "sd3", "svd") and not hasattr(comfy.sd.VAE, "decode_tiled_3d"):
@@ -229,6 +238,10 @@ def _network(name: str) -> torch.nn.Module:
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
         return VideoVAE(config=LTXVS[name])
+    if name == "cosmos":
+        from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer
+
+        return CausalContinuousVideoTokenizer(**COSMOS)
     temporal = {"attn_scales": [], "temperal_downsample": [False, True, True], **NARROW_WAN}
     if name in ("wan", "wan_alpha"):
         from comfy.ldm.wan.vae import WanVAE
@@ -270,6 +283,8 @@ def _narrow(patch: pytest.MonkeyPatch) -> None:
     if hasattr(comfy.sd.VAE, "decode_tiled_3d"):
         wan, wan22 = comfy.ldm.wan.vae.WanVAE, comfy.ldm.wan.vae2_2.WanVAE
         patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: wan(**config | NARROW_WAN))
+        cosmos = comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer
+        patch.setattr(comfy.ldm.cosmos.vae, cosmos.__name__, lambda **config: cosmos(**config | NARROW_COSMOS))
         patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: wan22(**config | NARROW_WAN | {"dec_dim": 8}))
 
 

@@ -293,6 +293,16 @@ def test_pictures_with_an_alpha_channel_are_encoded_by_the_nodes_graphs(load_vae
     assert reasons(registry) == {}
 
 
+def test_a_video_encoder_without_chunks_meets_the_frames_that_make_latents(load_vae, warm_chunks):
+    vae, registry = load_vae("cosmos"), warm_chunks("cosmos")
+    with totals.expect(compiles=0, retired=0):
+        compiled, _ = compile_eager(vae, encode=True)
+        for frames in (1, 9, 17, 5):
+            video = pixels(frames, 24, 40)
+            assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
 @pytest.mark.parametrize("name", WANS)
 def test_the_smallest_videos_get_graphs_of_their_own(name, load_vae, warm_chunks):
     """A map that is halved to one row is another branch of torch's own code."""
