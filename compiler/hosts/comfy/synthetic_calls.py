@@ -260,7 +260,7 @@ def coding_call(vae: Any, method: str) -> ModelCall:
 
 
 def _frames(vae: Any, method: str, sizes: Sizes) -> int:
-    """Return a video's frames: of latents, or as many of pixels. Of other lengths, encoders leave frames out."""
+    """Return a video's frames: of latents, or as many of pixels. Encoders drop frames that make no whole latent."""
     ratio = getattr(vae, "upscale_ratio", None)
     return ratio[0](sizes.frames) if method == "encode" and isinstance(ratio, tuple) else sizes.frames
 
