@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -343,3 +344,14 @@ def test_scripts_keep_their_line_ends_on_windows():
     command = ["git", "-C", str(ROOT), "check-attr", "eol", "--", *names]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert told == [f"{name}: eol: lf" for name in names]
+
+
+def test_no_test_begins_after_the_end_of_its_time(tmp_path):
+    tests = ROOT / "tests"
+    command = [sys.executable, "-c", "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", "-p", "no:xdist"]
+    command += ["-c", str(tests / "pytest.ini"), str(tests / "compiler" / "common" / "test_bounded_json.py")]
+    environment = {**os.environ, "COMPILED_GRAPHS_TESTS_END": "0"}
+    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment).stdout
+    skipped = re.search(r"(\d+) tests were not run: the time for tests is over", told)
+    assert skipped, told
+    assert f"{skipped[1]} skipped in" in told

@@ -47,6 +47,18 @@ class FrameCarry:
     """A list to whose end each block puts what it will take for the next chunk; None for the last chunk."""
 
 
+@dataclass(frozen=True)
+class FrameMemory:
+    """The name of an argument by which blocks of a video VAE keep frames from one chunk to the next."""
+
+    entries: str
+    """A dictionary that all blocks share. Each module of a block keeps one entry, under itself as the key."""
+
+
+FrameKeeping = FrameCache | FrameCarry | FrameMemory
+"""By which arguments blocks keep frames."""
+
+
 class RecordedPatches(Protocol):
     """A call's patches, which run once, for an eager region. A graph then gets the results that they returned."""
 
@@ -217,7 +229,7 @@ class Host:
         """
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, f"function ({function.replace(':', '.')})")
 
-    def frame_cache(self, cls: type) -> FrameCache | FrameCarry | None:
+    def frame_cache(self, cls: type) -> FrameKeeping | None:
         """Return by which arguments blocks of a class keep frames between calls; None for blocks that keep none."""
         return None
 

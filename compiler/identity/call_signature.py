@@ -28,11 +28,13 @@ from ..common.torch_compat import pytree
 from .object_arguments import (
     Dimension,
     NamedFunction,
+    NamedMember,
     Packed,
     Unpacking,
     contents,
     from_json,
     function_name,
+    named_member,
     packed,
     to_json,
 )
@@ -198,6 +200,8 @@ def describe(value: Any, tensors: list[torch.Tensor], block: type = NoneType) ->
         return kind, repr(value) if kind is float else value  # 0.0 and -0.0 are equal
     if name := function_name(value):
         return kind, name
+    if member := named_member(value):
+        return kind, member
     found = contents(value, block)
     if found is None:
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, kind.__name__)
@@ -403,6 +407,8 @@ def _outline(value: Any, home: torch.device | None = None) -> list:
         return [type(value).__name__, [inside(item) for item in value]]
     if type(value) is NamedFunction:
         return ["function", value.name]
+    if type(value) is NamedMember:
+        return ["member", value.name, value.cls, value.digest]
     if type(value) is Packed:
         return to_json(value, inside)
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
@@ -428,6 +434,8 @@ def _fill_in(outline: list, tensors: list[tuple[int, torch.dtype]]) -> Any:
         return tuple(items) if kind == "tuple" else items
     if kind == "function":
         return NamedFunction(str(content))
+    if kind == "member":
+        return NamedMember(str(outline[2]), str(outline[3]), str(content))
     if kind == "object":
         return from_json(content, *outline[2:], read=lambda item: _fill_in(item, tensors))
     return {static.__name__: read for static, (_, read) in _STATICS.items()}[kind](content)

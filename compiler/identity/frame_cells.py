@@ -1,13 +1,14 @@
 """The cells in which the modules of one block of a video VAE keep frames between the chunks of a video.
 
-Each module has a dictionary of its own, with one entry for each thread that decodes. A graph is given what the cells
-of its block hold, as one more argument of the call, and returns what the block would leave there.
+Either each module has a dictionary of its own, with one entry for each thread that decodes, or a call brings one
+dictionary, with one entry for each module. A graph is given what the cells of its block hold, as one more argument of
+the call, and returns what the block would leave there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -58,10 +59,30 @@ class Cells:
                 cell.pop(self._thread, None)
 
 
+class SharedCells:
+    """The cells of a block in a dictionary that a call brings, in the order of the block's modules."""
+
+    def __init__(self, block: nn.Module, entries: MutableMapping[nn.Module, Any]) -> None:
+        self._modules = tuple(block.modules())
+        self._entries = entries
+
+    def read(self) -> list[Cell]:
+        """Return what the cells hold."""
+        return [(self._entries[module],) if module in self._entries else () for module in self._modules]
+
+    def write(self, contents: Sequence[Cell]) -> None:
+        """Have the cells hold this."""
+        for module, content in zip(self._modules, contents, strict=True):
+            if content:
+                (self._entries[module],) = content
+            else:
+                self._entries.pop(module, None)
+
+
 class CellWindow:
     """A block's cells during one call. What `Window` is for a block's entries in a list."""
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: Cells | SharedCells) -> None:
         self._cells = cells
         self.given = tuple(cells.read())
         """What they held before the call."""

@@ -13,11 +13,15 @@ no code of the class runs to make an object.
 
 A function that stands in a module under its own name, such as the attention function that text encoders hand to their
 blocks, is a `NamedFunction`. The host says which operator takes its place in a graph.
+
+A member of a plain enumeration is a `NamedMember` (`MemoryState` of SeedVR2). All members and their values are in the
+signature, so that a block cannot read anything else off it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import sys
 import types
@@ -43,6 +47,7 @@ _FROM_THE_STATEMENT = frozenset(
     | {"__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
 )
 """What a class statement adds to its class."""
+_PLAIN_VALUES = (type(None), bool, int, float, str)
 
 
 class Packed(NamedTuple):
@@ -71,6 +76,42 @@ def function_name(value: Any) -> str | None:
         return None
     is_there = getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
     return f"{value.__module__}:{value.__qualname__}" if is_there else None
+
+
+@dataclass(frozen=True)
+class NamedMember:
+    """Stands for a member of an enumeration that a block is given."""
+
+    cls: str
+    """The module and the qualified name, with a colon between."""
+    digest: str
+    """Of all members and their values."""
+    name: str
+
+
+def named_member(value: Any) -> NamedMember | None:
+    """Return what stands for a value if it is a member of an enumeration that only names plain values."""
+    cls: type = type(value)
+    if not isinstance(value, enum.Enum) or (digest := _members_digest(cls)) is None:
+        return None
+    # A combination of flags has no name of its own. A class that was loaded again has other members of the same names.
+    is_there = cls.__members__.get(value.name) is value and _loaded(_name_of(cls)) is cls
+    return NamedMember(_name_of(cls), digest, value.name) if is_there else None
+
+
+@lru_cache(maxsize=256)
+def _members_digest(cls: type[enum.Enum]) -> str | None:
+    """Return a digest of an enumeration's members; None if it has code, or anything else besides them."""
+    if type(cls) is not enum.EnumMeta or any(base.__module__ not in ("enum", "builtins") for base in cls.__mro__[1:]):
+        return None
+    others = {name: entry for name, entry in vars(cls).items() if name not in cls.__members__}
+    has_more = any(name[0] != "_" or name[-1] != "_" for name in others)
+    has_code = any(function.__module__ != "enum" for entry in others.values() for function in functions_in(entry))
+    values = {name: member.value for name, member in cls.__members__.items()}
+    if has_more or has_code or not all(type(value) in _PLAIN_VALUES for value in values.values()):
+        return None
+    record = repr(([base.__qualname__ for base in cls.__mro__], values))
+    return hashlib.sha256(record.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -188,13 +229,19 @@ def packed(value: Any, block: type) -> Any:
         return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
     if name := function_name(value):
         return NamedFunction(name)
+    if member := named_member(value):
+        return member
     found = contents(value, block)
     if found is None:
         return value
     names, values = found
     if not names:  # an object with attributes of its own may lead back to itself: what it holds is no object
         values = tuple([packed(item, block) for item in values])
-    return Packed(f"{type(value).__module__}:{type(value).__qualname__}", _digest(type(value)), values, names)
+    return Packed(_name_of(type(value)), _digest(type(value)), values, names)
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 class Unpacking:
@@ -213,6 +260,8 @@ class Unpacking:
             return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
         if isinstance(value, NamedFunction):
             return self._operator_for(value.name)
+        if isinstance(value, NamedMember):
+            return _member(value)
         if not isinstance(value, Packed):
             return value
         cls = _class_of(value, self._block)
@@ -259,13 +308,27 @@ def _is_read_of_the_class(name: str, value: Any, names: Sequence[str]) -> bool:
 
 def _class_of(value: Packed, block: type) -> type:
     """Return the class that is loaded under the name. Raises Unsupported if it is another one by now."""
-    module, _, name = value.cls.partition(":")
+    found = _loaded(value.cls)
+    if found is None or not _fits(value, found, block) or _digest(found) != value.digest:
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, value.cls.partition(":")[2])
+    return found
+
+
+def _member(named: NamedMember) -> enum.Enum:
+    """Return the member that is loaded under the name. Raises Unsupported if its class is another one by now."""
+    found = _loaded(named.cls)
+    if found is None or not issubclass(found, enum.Enum) or _members_digest(found) != named.digest:
+        raise Unsupported(ReasonCode.ARGUMENT_TYPE, named.cls.partition(":")[2])
+    return found.__members__[named.name]
+
+
+def _loaded(cls: str) -> type | None:
+    """Return the class that is loaded under a name. Imports nothing."""
+    module, _, name = cls.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    if not isinstance(found, type) or not _fits(value, found, block) or _digest(found) != value.digest:
-        raise Unsupported(ReasonCode.ARGUMENT_TYPE, name)
-    return found
+    return found if isinstance(found, type) else None
 
 
 def _fits(value: Packed, cls: type, block: type) -> bool:

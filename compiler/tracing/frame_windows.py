@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..common.host import FrameCache, FrameCarry, Host
+from ..common.host import FrameCache, FrameCarry, FrameMemory, Host
 from ..common.reason import ReasonCode, Unsupported
 from ..common.tensors import empty_like
 from ..common.torch_compat import FakeTensorMode, pytree, without_fake_tensors
 from ..identity.call_signature import CELLS
 from ..identity.frame_carry import CarryWindow
-from ..identity.frame_cells import Cells, CellWindow
+from ..identity.frame_cells import Cells, CellWindow, SharedCells
 from ..identity.frame_window import FrameWrites, Window, bind_read
 from .answered_values import without_answers
 from .weightless_copy import weightless_copy
@@ -58,8 +58,10 @@ def see(
     bound = bind_read(type(block), args, kwargs)
     if type(names) is FrameCarry and bound.arguments.get(names.given) is bound.arguments.get(names.left) is None:
         return SeenCall(args, {**kwargs, CELLS: []} if _has_video(bound) else kwargs)
-    if type(names) is FrameCache and bound.arguments.get(names.entries) is None:
+    if type(names) is not FrameCarry and bound.arguments.get(names.entries) is None:
         return SeenCall(bound.args, bound.kwargs)
+    if type(names) is FrameMemory:
+        return _see_memory(block, names, bound)
     if fingerprint not in sizes:
         sizes[fingerprint] = _window_size(block, names, host, bound)
     size = sizes[fingerprint]
@@ -67,6 +69,15 @@ def see(
         raise Unsupported(ReasonCode.WRITES_ARGUMENT)
     window = (CarryWindow if type(names) is FrameCarry else Window)(names, bound, size)
     return SeenCall(*window.call(), window)
+
+
+def _see_memory(block: nn.Module, names: FrameMemory, bound: inspect.BoundArguments) -> SeenCall:
+    entries = bound.arguments[names.entries]
+    if type(entries) is not dict:
+        raise Unsupported(ReasonCode.WRITES_ARGUMENT)
+    window = CellWindow(SharedCells(block, entries))
+    bound.arguments[names.entries] = None
+    return SeenCall(bound.args, {**bound.kwargs, **window.argument()}, window)
 
 
 def _has_video(bound: inspect.BoundArguments) -> bool:
@@ -133,7 +144,21 @@ class TracedCells:
         return left, 0
 
 
-AnyTracedWindow = TracedWindow | TracedCarry | TracedCells
+class TracedMemory:
+    """Takes the place of the dictionary that a call brings while a block is traced."""
+
+    def __init__(self, block: nn.Module, names: FrameMemory, given: list[Any]) -> None:
+        self.given, self._memory = given, _Memory(block)
+        self._cells = SharedCells(block, self._memory.entries)
+        self._cells.write(given)
+        self.arguments = {names.entries: self._memory}
+
+    def left(self) -> tuple[list[Any], int]:
+        """Return what the block has left in the dictionary, and 0: there is no cursor to move."""
+        return self._cells.read(), 0
+
+
+AnyTracedWindow = TracedWindow | TracedCarry | TracedCells | TracedMemory
 """Where a block that is traced keeps frames."""
 
 
@@ -143,6 +168,8 @@ def traced_window(block: nn.Module, host: Host, arguments: Mapping[str, Any]) ->
     if type(names) is FrameCarry:
         given, left = (arguments.get(name) for name in (names.given, names.left))
         return None if given is left is None else TracedCarry(names, given, left)
+    if type(names) is FrameMemory:
+        return TracedMemory(block, names, arguments[CELLS]) if CELLS in arguments else None
     if CELLS in arguments:
         return TracedCells(Cells.of(block, host), arguments[CELLS])
     given = arguments.get(names.entries) if names else None
@@ -176,7 +203,7 @@ class _Place:
 
 
 class _Guarded:
-    """A list of which a block may do nothing that its own entries do not answer."""
+    """A list or a dictionary of which a block may do nothing that its own entries do not answer."""
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise Unsupported(ReasonCode.WRITES_ARGUMENT)
@@ -185,6 +212,37 @@ class _Guarded:
     __getitem__ = __setitem__ = __delitem__ = __add__ = __iadd__ = _refuse
     append = extend = insert = pop = clear = copy = index = count = remove = reverse = sort = _refuse
     __hash__ = None
+
+
+class _Memory(_Guarded):
+    """A dictionary of which each module of a block can read and write its own entry."""
+
+    keys = values = items = popitem = setdefault = update = fromkeys = _Guarded._refuse
+
+    def __init__(self, block: nn.Module) -> None:
+        self.entries: dict[nn.Module, Any] = {}
+        self._modules = frozenset(block.modules())
+
+    def _own(self, module: Any) -> nn.Module:
+        return module if module in self._modules else self._refuse()
+
+    def __contains__(self, module: Any) -> bool:
+        return self._own(module) in self.entries
+
+    def __getitem__(self, module: Any) -> Any:
+        return self.entries[self._own(module)]
+
+    def __setitem__(self, module: Any, entry: Any) -> None:
+        self.entries[self._own(module)] = entry
+
+    def __delitem__(self, module: Any) -> None:
+        del self.entries[self._own(module)]
+
+    def get(self, module: Any, otherwise: Any = None) -> Any:
+        return self.entries.get(self._own(module), otherwise)
+
+    def pop(self, module: Any, *otherwise: Any) -> Any:
+        return self.entries.pop(self._own(module), *otherwise)
 
 
 class _Front(_Guarded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -111,6 +111,14 @@ def is_reached(region: Region, methods: Iterable[str]) -> bool:
         return not is_of_other_sense(region.path)
     unwanted = {"decode", "encode"} - set(methods)
     return len(unwanted) != 1 or f"{unwanted.pop()}r" not in region.path
+
+
+def methods_without_regions(network: nn.Module, methods: Collection[str]) -> list[str]:
+    """Return those of a VAE's methods that run no region, if there are others."""
+    if len(methods) == 1:
+        return []
+    regions = [region for region in find_regions(network) if region.path]
+    return [method for method in methods if not any(is_reached(region, (method,)) for region in regions)]
 
 
 def _parts_before_sampling(model: Any, network: nn.Module) -> frozenset[str]:

@@ -33,6 +33,7 @@ from .coexistence import (
     foreign_forward,
     free_regions,
     is_reached,
+    methods_without_regions,
     set_torch_compile_aside,
     tidy_after,
 )
@@ -51,10 +52,7 @@ from .sampling_hooks import (
     replay_steps,
 )
 from .status import Status
-from .texts import (
-    no_branches,
-    untouched_lines,
-)
+from .texts import WITHOUT_BLOCKS, no_branches, untouched_lines
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +141,8 @@ def _choose(target: PatchedNetwork, request: Request) -> CompilePlan | NotCompil
     set_aside = set_torch_compile_aside(target.patcher)
     regions, taken = free_regions(target.patcher, target.network, target.prefix, target.calls)
     left = untouched_lines(taken, target.network, set_aside)
+    if regions:
+        left += [WITHOUT_BLOCKS[method] for method in methods_without_regions(target.network, target.calls)]
     backend, reason = choose_backend(_backend_name(request, regions), target.device, only_loads=True)
     if backend is None:
         return NotCompiled(reason)

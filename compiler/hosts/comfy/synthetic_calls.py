@@ -22,7 +22,7 @@ from ...tracing.attention_op import opaque_attention
 from ...tracing.shape_discovery import LARGE, ModelCall, Sizes
 from ...tracing.weightless_copy import weightless_copy
 from .comfy_compat import ATTENTION_OVERRIDE, OPTIONS, compute_dtype
-from .rules.frame_caches import CELLS, hands_frames_on, keeps_frames
+from .rules.frame_caches import CELLS, hands_frames_on, keeps_frames, remembers_frames
 
 FRAMES = "num_video_frames"
 """Stable Video Diffusion has its frames in the batch, and their number as an argument."""
@@ -34,6 +34,8 @@ CHUNKED = {"decode": (1, 2, 5, 6), "encode": (1, 21, 25)}
 """Numbers of frames, of latents and of pixels, by which VAEs that keep frames meet the chunks that videos have."""
 CARRIED = {"decode": (1, 2, 5, 6), "encode": (1, 5, 17)}
 """The same for VAEs that hand frames on."""
+REMEMBERED = {"decode": (1, 2, 4), "encode": (1, 5, 13)}
+"""The same for VAEs that keep frames in a dictionary."""
 VIDEOS = {
     "decode": ((16, 22, 38), (3, 22, 38), (2, 22, 38), (16, 34, 60), (3, 34, 60)),
     "encode": ((121, 704, 1216),),
@@ -250,6 +252,8 @@ def coding_call(vae: Any, method: str) -> ModelCall:
             areas = [(frames, *sides) for frames in CHUNKED[method]]
         elif dimensions == 3 and hands_frames_on(network):
             batch, areas = 1, [(frames, *sides) for frames in CARRIED[method]]
+        elif dimensions == 3 and remembers_frames(network):
+            batch, areas = 1, [(frames, *sides) for frames in REMEMBERED[method]]
         elif any(CELLS in vars(module) for module in network.modules()):
             batch, areas = 1, [*areas, *(VIDEOS[method] if sizes == LARGE else ())]
         for area in areas:

@@ -18,6 +18,11 @@ from ...runtime.speed_trial import SpeedTrial
 from ...runtime.summary import Summary
 from .low_rank import LowRankBranches
 
+WITHOUT_BLOCKS = {
+    "decode": say("Decoding runs as before: the decoder has no block that can be compiled."),
+    "encode": say("Encoding runs as before: the encoder has no block that can be compiled."),
+}
+"""By the method of a VAE that runs no block."""
 SAME = 0.05
 """A gain or a loss of less than this share is none: it would be shown as 1.0x."""
 

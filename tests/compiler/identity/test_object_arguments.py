@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 from dataclasses import dataclass, field, make_dataclass
@@ -393,6 +394,75 @@ def test_another_function_of_the_same_name_is_refused(monkeypatch):
         for look in (lambda: describe(function, []), lambda: signature(function)):  # noqa: B023  used at once
             with pytest.raises(Unsupported, match=r"function|partial"):
                 look()
+
+
+class State(enum.Enum):
+    FIRST = 0
+    LATER = 1
+
+
+class Level(enum.IntEnum):
+    LOW = 2
+    HIGH = 3
+
+
+class Doing(enum.Enum):
+    FIRST = 0
+
+    def scale(self):
+        return FACTOR
+
+
+class Wide(enum.Enum):
+    FIRST = (1, 2)
+
+
+class Parts(enum.Flag):
+    ONE = 1
+    TWO = 2
+
+
+FACTOR = 2
+
+
+class Staged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, state=None, level=Level.LOW):
+        x = self.layer(x) * level.value
+        return x + 1 if state is State.LATER else x
+
+
+def test_a_member_of_an_enumeration_is_an_argument_like_a_string():
+    """SeedVR2's VAE tells its blocks so whether a chunk of a video is the first one."""
+    found, tensors = read(bind(Staged, (torch.ones(2, WIDTH),), {"state": State.LATER}, frozenset()))
+    assert [leaf.name for leaf in found.leaves[1:]] == ["LATER", "LOW"]
+    assert parse(found.text)[0].leaves == found.leaves
+    block = Staged()
+    made = call_forward(block, found.fill(tensors), {})
+    assert torch.equal(made, block(torch.ones(2, WIDTH), State.LATER))
+    others = [read(bind(Staged, (torch.ones(2, WIDTH), state), {}, frozenset()))[0] for state in (State.FIRST, None)]
+    assert len({found.text, *(other.text for other in others)}) == 3
+    assert len({describe(state, [])[1] for state in (State.FIRST, State.LATER, Level.LOW)}) == 3
+
+
+def test_an_enumeration_with_code_or_other_values_is_refused():
+    for member in (Doing.FIRST, Wide.FIRST, Parts.ONE | Parts.TWO):
+        for look in (lambda: describe(member, []), lambda: signature(member)):  # noqa: B023  used at once
+            with pytest.raises(Unsupported, match=type(member).__name__):
+                look()
+
+
+def test_another_enumeration_of_the_same_name_is_refused(monkeypatch):
+    found, tensors = read(bind(Staged, (torch.ones(2, WIDTH),), {"state": State.LATER}, frozenset()))
+    member = State.LATER
+    monkeypatch.setattr(sys.modules[__name__], "State", enum.Enum("State", {"FIRST": 1, "LATER": 0}, module=__name__))
+    with pytest.raises(Unsupported, match="State"):
+        call_forward(Staged(), found.fill(tensors), {})
+    with pytest.raises(Unsupported, match="State"):
+        describe(member, [])
 
 
 class Holder:

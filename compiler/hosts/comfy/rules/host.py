@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....common.host import FrameCache, FrameCarry, Host
+from ....common.host import FrameKeeping, Host
 from ....common.inner_tensors import TENSOR_TYPES, InnerTensors
 from ....common.reason import Reason, ReasonCode
 from ....common.weight_source import NetworkWeights
@@ -197,7 +197,7 @@ class ComfyHost(Host):
         if options is not None:
             options.update({name: fresh(value) for name, value in values.items()})
 
-    def frame_cache(self, cls: type) -> FrameCache | FrameCarry | None:
+    def frame_cache(self, cls: type) -> FrameKeeping | None:
         return frame_caches.frame_cache(cls)
 
     def operator_for(self, function: str) -> Callable:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from inspect import signature
 from itertools import chain
 from pathlib import Path
@@ -156,6 +157,7 @@ NARROW = {"ch": 32, "ch_mult": [1, 2, 2, 2], "num_res_blocks": 1}
 HUNYUAN_VIDEO_15 = {"in_channels": 3, "out_channels": 3, "z_channels": 32, "ffactor_spatial": 16, "ffactor_temporal": 4}
 NARROW_15 = {"block_out_channels": [32, 32, 64, 64, 64], "num_res_blocks": 2}
 NARROW_WAN = {"dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+NARROW_SEEDVR2 = (32, 64, 64, 64)
 """ComfyUI reads off a checkpoint what kind of VAE it is, but not its width; normalisation wants 32 groups."""
 MODEL = "comfy.ldm.modules.diffusionmodules.model"
 LTXV = {
@@ -205,6 +207,8 @@ def load_vae() -> Callable[..., Any]:
             pytest.skip(f"this ComfyUI has no {name}")
         if name == "wan_alpha" and "image_channels" not in signature(comfy.ldm.wan.vae.WanVAE).parameters:
             pytest.skip("this ComfyUI's Wan has three channels")
+        if name == "seedvr2" and not has_seedvr2():
+            pytest.skip("this ComfyUI has no seedvr2")
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             if name != "kl":
                 _narrow(patch)
@@ -213,6 +217,10 @@ def load_vae() -> Callable[..., Any]:
             return comfy.sd.VAE(sd=change(weights(name, seed)), dtype=dtype, **metadata)
 
     return make
+
+
+def has_seedvr2() -> bool:
+    return find_spec("comfy.ldm.seedvr") is not None
 
 
 def _network(name: str) -> torch.nn.Module:
@@ -238,6 +246,10 @@ def _network(name: str) -> torch.nn.Module:
         from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
 
         return VideoVAE(config=LTXVS[name])
+    if name == "seedvr2":
+        from comfy.ldm.seedvr.vae import VideoAutoencoderKLWrapper
+
+        return VideoAutoencoderKLWrapper()
     if name == "cosmos":
         from comfy.ldm.cosmos.vae import CausalContinuousVideoTokenizer
 
@@ -285,6 +297,8 @@ def _narrow(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(comfy.ldm.wan.vae, "WanVAE", lambda **config: wan(**config | NARROW_WAN))
         cosmos = comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer
         patch.setattr(comfy.ldm.cosmos.vae, cosmos.__name__, lambda **config: cosmos(**config | NARROW_COSMOS))
+        if has_seedvr2():
+            patch.setattr("comfy.ldm.seedvr.vae.BYTEDANCE_BLOCK_OUT_CHANNELS", NARROW_SEEDVR2)
         patch.setattr(comfy.ldm.wan.vae2_2, "WanVAE", lambda **config: wan22(**config | NARROW_WAN | {"dec_dim": 8}))
 
 

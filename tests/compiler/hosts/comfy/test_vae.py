@@ -272,6 +272,27 @@ def test_frames_that_chunks_hand_on_are_encoded_by_the_same_graphs(name, load_va
     assert reasons(registry) == {}
 
 
+def test_frames_that_modules_keep_in_a_dictionary_are_compiled_ahead_at_every_length_and_size(load_vae, registry):
+    vae = load_vae("seedvr2")
+    compiled, text = compile_eager(vae)
+    assert "normal speed" not in text
+    with totals.expect(compiles=0, retired=0):
+        for frames, height, width in [(1, 4, 4), (2, 4, 6), (3, 3, 4), (5, 4, 3), (4, 2, 5)]:
+            samples = latent(vae, 1, height, width, (frames,))
+            assert_same(decode(compiled, samples), decode(vae, samples))
+    assert reasons(registry) == {}
+
+
+def test_frames_that_modules_keep_in_a_dictionary_are_encoded_as_eager_does(load_vae, registry):
+    vae = load_vae("seedvr2")
+    compiled, _ = compile_eager(vae, encode=True)
+    with totals.expect(compiles=0, retired=0):
+        for frames, height, width in [(1, 32, 32), (5, 32, 48), (9, 48, 32), (17, 32, 32)]:
+            video = pixels(frames, height, width)
+            assert_same(encode(compiled, video), encode(vae, video))
+    assert reasons(registry) == {}
+
+
 @pytest.mark.parametrize(("name", "channels"), [("wan", 3), ("wan22", 3), ("wan_alpha", 4), ("cosmos", 3)])
 def test_videos_are_encoded_as_eager_does(name, channels, load_vae, warm_chunks):
     """Cosmos' encoder takes a video whole; the others cut it into chunks."""
@@ -468,27 +489,6 @@ def test_a_graph_that_fails_in_the_middle_of_a_video_leaves_the_modules_to_eager
     spoil(registry, fail)
     samples = latent(vae, 1, 4, 4, (9,))
     assert_same(decode(compiled, samples), decode(vae, samples))
-
-
-def test_chunks_that_hand_their_frames_on_are_compiled_ahead(load_vae, registry):
-    vae = load_vae("hunyuan_video_15")
-    compiled, text = compile_eager(vae)
-    assert "normal speed" not in text
-    with totals.expect(compiles=0, retired=0):
-        for frames, height, width in [(6, 4, 6), (5, 5, 4), (2, 4, 4), (1, 4, 4), (9, 3, 4)]:
-            samples = latent(vae, 1, height, width, (frames,))
-            assert_same(decode(compiled, samples), decode(vae, samples))
-    assert reasons(registry) == {}
-
-
-def test_chunks_that_hand_their_frames_on_are_encoded_as_eager_does(load_vae, registry):
-    vae = load_vae("hunyuan_video_15")
-    compiled, _ = compile_eager(vae, encode=True)
-    with totals.expect(compiles=0, retired=0):
-        for frames, height in [(1, 64), (5, 64), (17, 96), (29, 64)]:
-            video = pixels(frames, height, 64)
-            assert_same(encode(compiled, video), encode(vae, video))
-    assert reasons(registry) == {}
 
 
 @pytest.mark.parametrize("name", ["deep_ltxv", "hunyuan_video", "hunyuan_video_15", "svd", "wan"])
@@ -864,6 +864,15 @@ def test_a_graph_that_fails_its_check_is_retired(name, load_vae, warm):
             assert_same(decode(compiled), decode(vae), BOUND / 100)
     assert re.search(r"\(the graph of \w+ failed its check: relative error .*\)$", told[-1])
     assert len(told) == 1
+
+
+def test_an_encoder_without_blocks_is_named(load_vae, warm):
+    """Mochi's repeats no block."""
+    vae = load_vae("small_kl")
+    vae.first_stage_model.encoder = torch.nn.Identity()
+    line = "Encoding runs as before: the encoder has no block that can be compiled."
+    assert compile_eager(vae, encode=True)[1].splitlines()[-1] == line
+    assert line not in compile_eager(vae)[1]
 
 
 @pytest.mark.parametrize("way", ["attribute", "patch"])
