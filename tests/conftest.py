@@ -54,8 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _order_by_length(items)
 
 
-SECONDS = {"server": 8.0, "compiler": 6.0, "comfyui": 1.5}
+SECONDS = {"server": 8.0, "compiler": 6.0, "oneflow": 3.0, "comfyui": 1.5}
 """What a test with such a mark takes, about. Any other takes OTHERS."""
+STARTS_PROCESSES = {"test_fleet.py": 30.0, "test_ray.py": 30.0, "test_worker_pool.py": 5.0}
+"""What a test in such a file takes, about."""
 OTHERS = 0.2
 
 
@@ -66,8 +68,8 @@ def _order_by_length(items: list[pytest.Item]) -> None:
     """
     lengths: Counter[Path] = Counter()
     for item in items:
-        marked = (seconds for mark, seconds in SECONDS.items() if item.get_closest_marker(mark))
-        lengths[item.path] += max(marked, default=OTHERS)
+        marked = [seconds for mark, seconds in SECONDS.items() if item.get_closest_marker(mark)]
+        lengths[item.path] += max(*marked, OTHERS, STARTS_PROCESSES.get(item.path.name, OTHERS))
     items.sort(key=lambda item: lengths[item.path], reverse=math.isinf(END))
 
 
