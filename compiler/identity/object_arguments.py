@@ -315,9 +315,13 @@ def _class_of(value: Packed, block: type) -> type:
 
 
 def _member(named: NamedMember) -> enum.Enum:
-    """Return the member that is loaded under the name. Raises Unsupported if its class is another one by now."""
+    """Return the member that is loaded under the name.
+
+    Raises Unsupported if its class is another one by now, or has no such member: a file may name any.
+    """
     found = _loaded(named.cls)
-    if found is None or not issubclass(found, enum.Enum) or _members_digest(found) != named.digest:
+    is_same = found is not None and issubclass(found, enum.Enum) and _members_digest(found) == named.digest
+    if not is_same or named.name not in found.__members__:
         raise Unsupported(ReasonCode.ARGUMENT_TYPE, named.cls.partition(":")[2])
     return found.__members__[named.name]
 

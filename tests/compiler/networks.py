@@ -275,6 +275,13 @@ def export(network, probe=call):
     return export_region(variant, Host())
 
 
+def twins(make):
+    """Return two networks that have the same weights."""
+    one, other = make(), make()
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
 def weights_of(module):
     return [group[name] for _, (group, name) in tensor_slots(module)]
 

@@ -9,7 +9,7 @@ from compiled_graphs.compiler.common.host import FrameCarry, Host
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.runtime.random_check import CheckResult, check_graphs
 from compiled_graphs.compiler.tracing.graph_request import _chunk_inputs
-from networks import compile_network
+from networks import compile_network, twins
 from torch import nn
 
 WIDTH = 2
@@ -98,19 +98,11 @@ def compiled(network, registry, **options):
     return compile_network(network, registry, host=CarryingHost(), probe=probe, **options)
 
 
-@pytest.fixture
-def pair():
-    """A network, and a plain one with its weights."""
-
-    def make(block=Carrying):
-        network, plain = Network(block), Network(block)
-        plain.load_state_dict(network.state_dict())
-        return network, plain
-
-    return make
+def pair(block=Carrying):
+    return twins(lambda: Network(block))
 
 
-def test_chunks_of_a_video_are_served_at_every_length_and_size(pair, registry):
+def test_chunks_of_a_video_are_served_at_every_length_and_size(registry):
     network, plain = pair()
     made = compiled(network, registry)
     assert len(made.graphs()) == 3  # a first chunk, one in the middle, a last one
@@ -121,7 +113,7 @@ def test_chunks_of_a_video_are_served_at_every_length_and_size(pair, registry):
     assert made.counters.eager_calls == {}
 
 
-def test_other_states_get_graphs_when_they_come(pair, registry):
+def test_other_states_get_graphs_when_they_come(registry):
     """One chunk, chunks of one frame, two videos at once, and pictures so small that nothing tells how they grow."""
     network, plain = pair()
     made = compiled(network, registry)
@@ -134,7 +126,7 @@ def test_other_states_get_graphs_when_they_come(pair, registry):
     assert made.counters.eager_calls == {}
 
 
-def test_a_graph_that_fails_leaves_the_lists_to_eager(pair, registry):
+def test_a_graph_that_fails_leaves_the_lists_to_eager(registry):
     network, plain = pair()
     compiled(network, registry, verify=False)
 
@@ -147,7 +139,7 @@ def test_a_graph_that_fails_leaves_the_lists_to_eager(pair, registry):
 
 
 @pytest.mark.parametrize("block", [TakesOne, LeavesANumber, LooksAtTheEnd])
-def test_blocks_that_do_something_else_with_the_lists_are_eager(block, pair, registry):
+def test_blocks_that_do_something_else_with_the_lists_are_eager(block, registry):
     network, plain = pair(block)
     made = compiled(network, registry)
     for _ in range(2):
@@ -156,7 +148,7 @@ def test_blocks_that_do_something_else_with_the_lists_are_eager(block, pair, reg
 
 
 @pytest.mark.parametrize("lists", [((), []), ([], ()), ([torch.zeros(1)], [])])
-def test_other_lists_are_eager(lists, pair, registry):
+def test_other_lists_are_eager(lists, registry):
     network, plain = pair()
     made = compiled(network, registry)
     x = torch.randn(1, WIDTH, 4, 5, 6)
@@ -167,7 +159,7 @@ def test_other_lists_are_eager(lists, pair, registry):
     assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
 
 
-def test_each_graph_is_compared_on_random_frames(pair, registry):
+def test_each_graph_is_compared_on_random_frames(registry):
     network, _ = pair()
     results = check_graphs(compiled(network, registry))
     assert len(results) == 3

@@ -8,7 +8,7 @@ from compiled_graphs.compiler.common.counters import totals
 from compiled_graphs.compiler.common.host import FrameMemory, Host
 from compiled_graphs.compiler.common.reason import ReasonCode
 from compiled_graphs.compiler.runtime.random_check import CheckResult, check_graphs
-from networks import compile_network
+from networks import compile_network, twins
 from torch import nn
 
 WIDTH = 2
@@ -98,20 +98,12 @@ def compiled(network, registry, **options):
     return compile_network(network, registry, host=RememberingHost(), probe=probe, **options)
 
 
-@pytest.fixture
-def pair():
-    """A network, and a plain one with its weights."""
-
-    def make(block=Remembering):
-        network, plain = Network(block), Network(block)
-        plain.load_state_dict(network.state_dict())
-        return network, plain
-
-    return make
+def pair(block=Remembering):
+    return twins(lambda: Network(block))
 
 
 @pytest.mark.parametrize("block", [Remembering, Forgets])
-def test_chunks_of_a_video_are_served_at_every_length_and_size(block, pair, registry):
+def test_chunks_of_a_video_are_served_at_every_length_and_size(block, registry):
     network, plain = pair(block)
     made = compiled(network, registry)
     assert len(made.graphs()) == 2  # a first chunk, and all after it
@@ -122,7 +114,7 @@ def test_chunks_of_a_video_are_served_at_every_length_and_size(block, pair, regi
     assert made.counters.eager_calls == {}
 
 
-def test_a_call_without_a_dictionary_has_a_graph_of_its_own(pair, registry):
+def test_a_call_without_a_dictionary_has_a_graph_of_its_own(registry):
     def probe(weightless, at):
         weightless(torch.empty(1, WIDTH, at.frames, at.height, at.width))
 
@@ -135,7 +127,7 @@ def test_a_call_without_a_dictionary_has_a_graph_of_its_own(pair, registry):
     assert made.counters.eager_calls == {}
 
 
-def test_a_graph_that_fails_leaves_the_dictionary_to_eager(pair, registry):
+def test_a_graph_that_fails_leaves_the_dictionary_to_eager(registry):
     network, plain = pair()
     compiled(network, registry, verify=False)
 
@@ -148,7 +140,7 @@ def test_a_graph_that_fails_leaves_the_dictionary_to_eager(pair, registry):
 
 
 @pytest.mark.parametrize("block", [Counts, LooksAtAll, WritesUnderAName])
-def test_blocks_that_do_something_else_with_the_dictionary_are_eager(block, pair, registry):
+def test_blocks_that_do_something_else_with_the_dictionary_are_eager(block, registry):
     network, plain = pair(block)
     made = compiled(network, registry)
     for _ in range(2):
@@ -156,7 +148,7 @@ def test_blocks_that_do_something_else_with_the_dictionary_are_eager(block, pair
     assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
 
 
-def test_another_kind_of_dictionary_is_eager(pair, registry):
+def test_another_kind_of_dictionary_is_eager(registry):
     class Memory(dict):
         pass
 
@@ -167,7 +159,7 @@ def test_another_kind_of_dictionary_is_eager(pair, registry):
     assert {reason.code for reason in made.counters.eager_calls} == {ReasonCode.WRITES_ARGUMENT}
 
 
-def test_each_graph_is_compared_on_random_frames(pair, registry):
+def test_each_graph_is_compared_on_random_frames(registry):
     network, _ = pair()
     results = check_graphs(compiled(network, registry))
     assert len(results) == 2

@@ -44,9 +44,13 @@ def keeps_frames(network: nn.Module) -> bool:
 
 def remembers_frames(network: nn.Module) -> bool:
     """Whether regions of a network keep frames in a dictionary."""
-    return any(frame_cache(type(region.module)) is _MEMORY for region in find_regions(network))
+    return _has_regions_with(_MEMORY, network)
 
 
 def hands_frames_on(network: nn.Module) -> bool:
     """Whether regions of a network hand frames on. In older VAEs such blocks are parts of one region."""
-    return any(frame_cache(type(region.module)) is _CARRY for region in find_regions(network))
+    return _has_regions_with(_CARRY, network)
+
+
+def _has_regions_with(keeping: FrameKeeping, network: nn.Module) -> bool:
+    return any(frame_cache(type(region.module)) is keeping for region in find_regions(network))
